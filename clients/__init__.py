@@ -1,0 +1,1 @@
+"""Clients of Vorrang. They know the wire alone."""

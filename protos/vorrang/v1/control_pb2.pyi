@@ -1,0 +1,222 @@
+import datetime
+
+from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
+from vorrang.v1 import types_pb2 as _types_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REQUEST_STATE_UNSPECIFIED: _ClassVar[RequestState]
+    REQUEST_STATE_WAITING: _ClassVar[RequestState]
+    REQUEST_STATE_PREFILL: _ClassVar[RequestState]
+    REQUEST_STATE_DECODE: _ClassVar[RequestState]
+    REQUEST_STATE_PREEMPTED: _ClassVar[RequestState]
+    REQUEST_STATE_PARKED: _ClassVar[RequestState]
+REQUEST_STATE_UNSPECIFIED: RequestState
+REQUEST_STATE_WAITING: RequestState
+REQUEST_STATE_PREFILL: RequestState
+REQUEST_STATE_DECODE: RequestState
+REQUEST_STATE_PREEMPTED: RequestState
+REQUEST_STATE_PARKED: RequestState
+
+class GetServerInfoRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetServerInfoResponse(_message.Message):
+    __slots__ = ("version", "model", "policy", "discipline", "limits", "max_running_requests", "max_step_tokens", "block_size", "num_blocks", "started_at")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    DISCIPLINE_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    STARTED_AT_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    model: str
+    policy: str
+    discipline: str
+    limits: _types_pb2.Limits
+    max_running_requests: int
+    max_step_tokens: int
+    block_size: int
+    num_blocks: int
+    started_at: _timestamp_pb2.Timestamp
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., policy: _Optional[str] = ..., discipline: _Optional[str] = ..., limits: _Optional[_Union[_types_pb2.Limits, _Mapping]] = ..., max_running_requests: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., started_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ...) -> None: ...
+
+class GetLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ClassLoad(_message.Message):
+    __slots__ = ("class_name", "num_waiting", "num_running", "num_preempted", "num_parked")
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_PARKED_FIELD_NUMBER: _ClassVar[int]
+    class_name: str
+    num_waiting: int
+    num_running: int
+    num_preempted: int
+    num_parked: int
+    def __init__(self, class_name: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_parked: _Optional[int] = ...) -> None: ...
+
+class GetLoadResponse(_message.Message):
+    __slots__ = ("classes", "num_free_seats", "num_free_blocks", "num_blocks", "last_step", "num_steps", "draining")
+    CLASSES_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_SEATS_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
+    num_free_seats: int
+    num_free_blocks: int
+    num_blocks: int
+    last_step: _duration_pb2.Duration
+    num_steps: int
+    draining: bool
+    def __init__(self, classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., num_free_seats: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., last_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_steps: _Optional[int] = ..., draining: bool = ...) -> None: ...
+
+class ListRequestsRequest(_message.Message):
+    __slots__ = ("class_name", "page_size", "page_token")
+    CLASS_NAME_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    class_name: str
+    page_size: int
+    page_token: str
+    def __init__(self, class_name: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class RequestInfo(_message.Message):
+    __slots__ = ("server_request_id", "request_id", "tenant", "level", "state", "usage", "age", "num_blocks", "label")
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    USAGE_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    request_id: str
+    tenant: str
+    level: int
+    state: RequestState
+    usage: _types_pb2.Usage
+    age: _duration_pb2.Duration
+    num_blocks: int
+    label: str
+    def __init__(self, server_request_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., level: _Optional[int] = ..., state: _Optional[_Union[RequestState, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+
+class ListRequestsResponse(_message.Message):
+    __slots__ = ("requests", "next_page_token")
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    requests: _containers.RepeatedCompositeFieldContainer[RequestInfo]
+    next_page_token: str
+    def __init__(self, requests: _Optional[_Iterable[_Union[RequestInfo, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class CancelRequestRequest(_message.Message):
+    __slots__ = ("server_request_id",)
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    def __init__(self, server_request_id: _Optional[str] = ...) -> None: ...
+
+class CancelRequestResponse(_message.Message):
+    __slots__ = ("found",)
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    found: bool
+    def __init__(self, found: bool = ...) -> None: ...
+
+class UpdateRequestPriorityRequest(_message.Message):
+    __slots__ = ("server_request_id", "priority")
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    priority: _types_pb2.Priority
+    def __init__(self, server_request_id: _Optional[str] = ..., priority: _Optional[_Union[_types_pb2.Priority, _Mapping]] = ...) -> None: ...
+
+class UpdateRequestPriorityResponse(_message.Message):
+    __slots__ = ("level",)
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    level: int
+    def __init__(self, level: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ("grace",)
+    GRACE_FIELD_NUMBER: _ClassVar[int]
+    grace: _duration_pb2.Duration
+    def __init__(self, grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class DrainResponse(_message.Message):
+    __slots__ = ("num_running", "num_waiting")
+    NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    num_running: int
+    num_waiting: int
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
+
+class WatchDecisionsRequest(_message.Message):
+    __slots__ = ("num_past_steps",)
+    NUM_PAST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    num_past_steps: int
+    def __init__(self, num_past_steps: _Optional[int] = ...) -> None: ...
+
+class GrantDecision(_message.Message):
+    __slots__ = ("server_request_id", "num_computed_tokens", "num_tokens", "level")
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    num_computed_tokens: int
+    num_tokens: int
+    level: int
+    def __init__(self, server_request_id: _Optional[str] = ..., num_computed_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., level: _Optional[int] = ...) -> None: ...
+
+class PreemptDecision(_message.Message):
+    __slots__ = ("server_request_id", "reason", "beneficiary_id", "num_blocks", "num_lost_tokens")
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    BENEFICIARY_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    reason: _types_pb2.PreemptReason
+    beneficiary_id: str
+    num_blocks: int
+    num_lost_tokens: int
+    def __init__(self, server_request_id: _Optional[str] = ..., reason: _Optional[_Union[_types_pb2.PreemptReason, str]] = ..., beneficiary_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_lost_tokens: _Optional[int] = ...) -> None: ...
+
+class WatchDecisionsResponse(_message.Message):
+    __slots__ = ("step", "planned_at", "grants", "preemptions", "bound_gate", "num_waiting", "num_free_blocks")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PLANNED_AT_FIELD_NUMBER: _ClassVar[int]
+    GRANTS_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    BOUND_GATE_FIELD_NUMBER: _ClassVar[int]
+    NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
+    NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    planned_at: _timestamp_pb2.Timestamp
+    grants: _containers.RepeatedCompositeFieldContainer[GrantDecision]
+    preemptions: _containers.RepeatedCompositeFieldContainer[PreemptDecision]
+    bound_gate: str
+    num_waiting: int
+    num_free_blocks: int
+    def __init__(self, step: _Optional[int] = ..., planned_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., grants: _Optional[_Iterable[_Union[GrantDecision, _Mapping]]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptDecision, _Mapping]]] = ..., bound_gate: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,62 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from typing import ClassVar as _ClassVar
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ErrorReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ERROR_REASON_UNSPECIFIED: _ClassVar[ErrorReason]
+    ERROR_REASON_INVALID_REQUEST: _ClassVar[ErrorReason]
+    ERROR_REASON_EMPTY_PROMPT: _ClassVar[ErrorReason]
+    ERROR_REASON_CONTEXT_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_POOL_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_INVALID_METADATA: _ClassVar[ErrorReason]
+    ERROR_REASON_MALFORMED_FRAME: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_MODEL: _ClassVar[ErrorReason]
+    ERROR_REASON_UNKNOWN_REQUEST: _ClassVar[ErrorReason]
+    ERROR_REASON_DUPLICATE_REQUEST_ID: _ClassVar[ErrorReason]
+    ERROR_REASON_SESSION_STATE: _ClassVar[ErrorReason]
+    ERROR_REASON_QUEUE_FULL: _ClassVar[ErrorReason]
+    ERROR_REASON_TENANT_QUOTA_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_SLO_UNATTAINABLE: _ClassVar[ErrorReason]
+    ERROR_REASON_SESSION_LIMIT: _ClassVar[ErrorReason]
+    ERROR_REASON_SLOW_CONSUMER: _ClassVar[ErrorReason]
+    ERROR_REASON_DRAINING: _ClassVar[ErrorReason]
+    ERROR_REASON_ENGINE_RESTARTING: _ClassVar[ErrorReason]
+    ERROR_REASON_DISPLACED: _ClassVar[ErrorReason]
+    ERROR_REASON_PREEMPTION_LIMIT: _ClassVar[ErrorReason]
+    ERROR_REASON_DEADLINE_EXCEEDED: _ClassVar[ErrorReason]
+    ERROR_REASON_CANCELLED: _ClassVar[ErrorReason]
+    ERROR_REASON_UNAUTHENTICATED: _ClassVar[ErrorReason]
+    ERROR_REASON_PERMISSION_DENIED: _ClassVar[ErrorReason]
+    ERROR_REASON_RESUME_OUT_OF_RANGE: _ClassVar[ErrorReason]
+    ERROR_REASON_UNIMPLEMENTED: _ClassVar[ErrorReason]
+    ERROR_REASON_INTERNAL: _ClassVar[ErrorReason]
+ERROR_REASON_UNSPECIFIED: ErrorReason
+ERROR_REASON_INVALID_REQUEST: ErrorReason
+ERROR_REASON_EMPTY_PROMPT: ErrorReason
+ERROR_REASON_CONTEXT_EXCEEDED: ErrorReason
+ERROR_REASON_POOL_EXCEEDED: ErrorReason
+ERROR_REASON_INVALID_METADATA: ErrorReason
+ERROR_REASON_MALFORMED_FRAME: ErrorReason
+ERROR_REASON_UNKNOWN_MODEL: ErrorReason
+ERROR_REASON_UNKNOWN_REQUEST: ErrorReason
+ERROR_REASON_DUPLICATE_REQUEST_ID: ErrorReason
+ERROR_REASON_SESSION_STATE: ErrorReason
+ERROR_REASON_QUEUE_FULL: ErrorReason
+ERROR_REASON_TENANT_QUOTA_EXCEEDED: ErrorReason
+ERROR_REASON_SLO_UNATTAINABLE: ErrorReason
+ERROR_REASON_SESSION_LIMIT: ErrorReason
+ERROR_REASON_SLOW_CONSUMER: ErrorReason
+ERROR_REASON_DRAINING: ErrorReason
+ERROR_REASON_ENGINE_RESTARTING: ErrorReason
+ERROR_REASON_DISPLACED: ErrorReason
+ERROR_REASON_PREEMPTION_LIMIT: ErrorReason
+ERROR_REASON_DEADLINE_EXCEEDED: ErrorReason
+ERROR_REASON_CANCELLED: ErrorReason
+ERROR_REASON_UNAUTHENTICATED: ErrorReason
+ERROR_REASON_PERMISSION_DENIED: ErrorReason
+ERROR_REASON_RESUME_OUT_OF_RANGE: ErrorReason
+ERROR_REASON_UNIMPLEMENTED: ErrorReason
+ERROR_REASON_INTERNAL: ErrorReason

@@ -1,0 +1,1 @@
+"""The gRPC server: parses, validates, maps errors, writes streams. Never touches blocks."""
