@@ -1,0 +1,150 @@
+"""Everything the engine may refuse or fail a request with.
+
+One root, ``VorrangError``; each subclass is one row of the server's error
+table. Messages are written for the caller: they name field, rule and value and
+never hold internal text. This module knows nothing of gRPC.
+"""
+
+
+class VorrangError(Exception):
+    """Root of every error that is meant for a caller.
+
+    Attributes:
+        retryable: the same request may succeed later.
+    """
+
+    retryable: bool = False
+
+
+class InvalidRequest(VorrangError):
+    """A field breaks a rule.
+
+    Args:
+        field: path of the field as the caller wrote it, such as ``sampling.temperature``.
+        rule: what it must be, such as ``must be at least 0``.
+        value: what it was; shortened in the message.
+    """
+
+    def __init__(self, field: str, rule: str, value: object) -> None:
+        shown = repr(value)
+        if len(shown) > 80:
+            shown = shown[:77] + "..."
+        super().__init__(f"{field} {rule}, got {shown}")
+        self.field = field
+        self.rule = rule
+        self.value = value
+
+
+class EmptyPrompt(InvalidRequest):
+    """The prompt holds no token."""
+
+    def __init__(self) -> None:
+        super().__init__("prompt", "must hold at least one token", 0)
+
+
+class ContextExceeded(InvalidRequest):
+    """Prompt, or prompt + max_tokens, is longer than the model's context."""
+
+
+class PoolExceeded(InvalidRequest):
+    """Prompt + 1 token can never fit the KV pool, however empty."""
+
+
+class InvalidMetadata(InvalidRequest):
+    """Request metadata is malformed, repeated or out of range."""
+
+
+class MalformedFrame(InvalidRequest):
+    """A session frame could not be decoded or carries no known command."""
+
+
+class UnknownModel(VorrangError):
+    """No such model is served here."""
+
+
+class UnknownRequest(VorrangError):
+    """No request of that id is alive for this caller."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"no request {request_id!r} is alive")
+        self.request_id = request_id
+
+
+class DuplicateRequestId(VorrangError):
+    """The id is in use, or was used recently."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(f"request id {request_id!r} is in use or was used recently")
+        self.request_id = request_id
+
+
+class SessionState(VorrangError):
+    """A session frame came at a time when it has no meaning."""
+
+
+class QueueFull(VorrangError):
+    """As many requests wait as may.
+
+    Args:
+        num_waiting_max: the limit that was hit.
+        retry_after_s: seconds after which trying again makes sense.
+    """
+
+    retryable = True
+
+    def __init__(self, num_waiting_max: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"{num_waiting_max} requests wait already, as many as this server queues")
+        self.num_waiting_max = num_waiting_max
+        self.retry_after_s = retry_after_s
+
+
+class SessionLimit(VorrangError):
+    """The session holds as many requests as it may."""
+
+    retryable = True
+
+
+class SlowConsumer(VorrangError):
+    """The client did not read, and as many tokens wait for it as may."""
+
+
+class Draining(VorrangError):
+    """The server is shutting down."""
+
+    retryable = True
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__("the server is shutting down and takes no new requests")
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineExceeded(VorrangError):
+    """The caller's time ran out."""
+
+
+class Cancelled(VorrangError):
+    """The caller cancelled or went away."""
+
+
+class Unimplemented(VorrangError):
+    """The protocol has it, this version of the server does not yet.
+
+    Args:
+        feature: what is missing, as the caller named it (a field path or a command).
+    """
+
+    def __init__(self, feature: str) -> None:
+        super().__init__(f"{feature} is not implemented by this version of the server")
+        self.feature = feature
+
+
+class InternalError(VorrangError):
+    """A fault of ours. The message holds an opaque incident id alone; the log has the rest.
+
+    Args:
+        incident_id: what links the caller's report to our log.
+    """
+
+    def __init__(self, incident_id: str) -> None:
+        super().__init__(f"internal error, incident {incident_id}")
+        self.incident_id = incident_id

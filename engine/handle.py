@@ -1,0 +1,101 @@
+"""A request as its submitter sees it: events out, commands in."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from engine.errors import VorrangError
+from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent
+from engine.request import FinishReason, RequestId, RequestSpec
+from engine.scheduler.commands import Command, Fail, Finish, SetLevel
+
+
+class RequestHandle:
+    """What ``Engine.submit`` returns.
+
+    Events wait in a buffer until they are taken; deltas that wait are merged, so
+    the buffer holds few events and at most ``max_tokens`` token ids however slow
+    the reader is. The engine, not this class, bounds how many tokens may wait.
+
+    Attributes:
+        spec: what was asked for.
+        queue_position: requests that would be served before it when it arrived.
+        level: level in force.
+        num_buffered_tokens: output tokens that wait to be taken.
+        finished: whether the terminal event has been put into the buffer.
+    """
+
+    def __init__(
+        self,
+        spec: RequestSpec,
+        queue_position: int,
+        send: Callable[[Command], None],
+        on_ready: "Callable[[RequestHandle], None] | None" = None,
+    ) -> None:
+        self.spec = spec
+        self.queue_position = queue_position
+        self.level = spec.level
+        self.num_buffered_tokens = 0
+        self.finished = False
+        self._send = send
+        self._on_ready = on_ready
+        self._buffer: list[RequestEvent] = []
+        self._filled = asyncio.Event()
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id, unique in the process."""
+        return self.spec.request_id
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End it before the next step, with the output so far. Harmless when it has ended."""
+        if not self.finished:
+            self._send(Finish(self.request_id, reason))
+
+    def fail(self, error: VorrangError) -> None:
+        """End it before the next step, with an error. Harmless when it has ended."""
+        if not self.finished:
+            self._send(Fail(self.request_id, error))
+
+    def set_level(self, level: int) -> None:
+        """Give it another level before the next step; ``LevelChanged`` acknowledges. Harmless when ended."""
+        if not self.finished:
+            self._send(SetLevel(self.request_id, level))
+
+    def take(self) -> list[RequestEvent]:
+        """All events that wait, oldest first; never blocks."""
+        events, self._buffer = self._buffer, []
+        self.num_buffered_tokens = 0
+        self._filled.clear()
+        return events
+
+    async def events(self) -> AsyncIterator[RequestEvent]:
+        """Events until the terminal one, which is included. One reader at a time.
+
+        Cancellation: leaves the request running and no event lost; call ``cancel`` to end it.
+        """
+        while True:
+            await self._filled.wait()
+            for event in self.take():
+                yield event
+                if isinstance(event, TERMINAL):
+                    return
+
+    def put(self, event: RequestEvent) -> None:
+        """For the engine alone: add an event."""
+        assert not self.finished, "an event after the terminal one"
+        last = self._buffer[-1] if self._buffer else None
+        if isinstance(event, Delta) and isinstance(last, Delta):
+            self._buffer[-1] = Delta(
+                event.request_id, last.first_index, last.token_ids + event.token_ids, last.text + event.text
+            )
+        else:
+            self._buffer.append(event)
+        if isinstance(event, Delta):
+            self.num_buffered_tokens += len(event.token_ids)
+        elif isinstance(event, LevelChanged):
+            self.level = event.level
+        elif isinstance(event, TERMINAL):
+            self.finished = True
+        self._filled.set()
+        if self._on_ready is not None:
+            self._on_ready(self)

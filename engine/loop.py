@@ -1,0 +1,365 @@
+"""The engine loop: before every forward pass, decide the batch anew.
+
+One task owns the scheduler. Everybody else talks to it through an inbox that is
+drained before each step, ends first. The model computes off the event loop; no
+other await lies between two steps, so a command takes effect within one step.
+"""
+
+import asyncio
+import dataclasses
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from engine.clock import Clock, MonotonicClock
+from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
+from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
+from engine.handle import RequestHandle
+from engine.request import FinishReason, RequestId, RequestSpec
+from engine.runner.base import ModelInfo, PoolShape, Runner
+from engine.scheduler.commands import Command, Fail, Finish
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.plan import Plan
+from engine.scheduler.scheduler import Scheduler
+from engine.text import OutputText, Tokenizer
+from kv.block_manager import BlockManager
+
+log = structlog.get_logger("vorrang.engine")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """A look at the engine between two steps.
+
+    Attributes:
+        num_alive: requests alive, in the scheduler or in the inbox.
+        num_running: requests holding a seat.
+        num_waiting: requests waiting, preempted ones included.
+        num_free_blocks: KV blocks nobody holds.
+        num_blocks: KV blocks in the pool.
+        num_steps: steps made.
+        last_step_s: duration of the last step, in seconds.
+        num_preemptions: preemptions so far.
+        idle: whether the loop waits for work.
+        heartbeat_age_s: seconds since the loop last came round; meaningless while idle.
+    """
+
+    num_alive: int
+    num_running: int
+    num_waiting: int
+    num_free_blocks: int
+    num_blocks: int
+    num_steps: int
+    last_step_s: float
+    num_preemptions: int
+    idle: bool
+    heartbeat_age_s: float
+
+
+class _Live:
+    """A request the engine knows: its handle, its text so far, its times."""
+
+    __slots__ = ("arrived", "first_token_at", "handle", "stop_string", "text")
+
+    def __init__(self, handle: RequestHandle, text: OutputText, now: float) -> None:
+        self.handle = handle
+        self.text = text
+        self.stop_string: str | None = None
+        self.arrived = now
+        self.first_token_at: float | None = None
+
+
+class Engine:
+    """Owns the scheduler and drives the runner. All methods are for the event loop's thread.
+
+    Args:
+        runner: computes plans.
+        tokenizer: makes text of tokens.
+        config: limits and policy; ``max_context_tokens`` is lowered to the model's context.
+        clock: where time comes from.
+        max_buffered_tokens: output tokens that may wait for a reader before its request fails.
+        check_integrity: recount everything after every step (tests).
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Tokenizer,
+        config: SchedulerConfig,
+        *,
+        clock: Clock | None = None,
+        max_buffered_tokens: int = 8192,
+        check_integrity: bool = False,
+    ) -> None:
+        context = min(config.max_context_tokens, runner.info.context_tokens)
+        self.config = dataclasses.replace(config, max_context_tokens=context)
+        self.tokenizer = tokenizer
+        self.max_buffered_tokens = max_buffered_tokens
+        self._runner = runner
+        self._clock = clock or MonotonicClock()
+        blocks = BlockManager(runner.pool.num_blocks, runner.pool.block_size)
+        self._scheduler = Scheduler(self.config, blocks)
+        self._check_integrity = check_integrity
+        self._live: dict[RequestId, _Live] = {}
+        self._arrivals: deque[RequestSpec] = deque()
+        self._commands: deque[Command] = deque()
+        self._wake = asyncio.Event()
+        self._nothing_alive = asyncio.Event()
+        self._nothing_alive.set()
+        self._draining = False
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._last_step_s = 0.0
+        self._heartbeat = self._clock.now()
+        self._idle = True
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._runner.info
+
+    @property
+    def pool(self) -> PoolShape:
+        """Size of the KV pool."""
+        return self._runner.pool
+
+    @property
+    def uses_level(self) -> bool:
+        """Whether the policy in force looks at levels."""
+        return self._scheduler.policy.uses_level
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Longest prompt + output that can be served: the smaller of context and pool."""
+        return min(self.config.max_context_tokens, self.pool.num_blocks * self.pool.block_size)
+
+    def submit(
+        self, spec: RequestSpec, on_ready: Callable[[RequestHandle], None] | None = None
+    ) -> RequestHandle:
+        """Queue a request; it is considered before the next step.
+
+        Args:
+            spec: what is asked for; its ``request_id`` must be new.
+            on_ready: called on the event loop whenever the handle's buffer gets an
+                event; must not block or raise.
+
+        Raises:
+            Draining: no new requests are taken.
+            EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, InvalidRequest: see ``Scheduler.check``.
+        """
+        if self._draining:
+            raise Draining
+        assert spec.request_id not in self._live
+        self._scheduler.check(spec, num_arriving=len(self._arrivals))
+        position = self._scheduler.num_before_newcomer(spec.level) + len(self._arrivals)
+        handle = RequestHandle(spec, position, self._send, on_ready)
+        sampling = spec.sampling
+        text = OutputText(
+            self.tokenizer.stream_decoder(spec.prompt_token_ids),
+            sampling.stop_strings,
+            include_stop_string=sampling.include_stop_string,
+        )
+        self._live[spec.request_id] = _Live(handle, text, self._clock.now())
+        self._arrivals.append(spec)
+        self._nothing_alive.clear()
+        self._wake.set()
+        return handle
+
+    def statistics(self) -> EngineStatistics:
+        """How things stand."""
+        return EngineStatistics(
+            num_alive=len(self._live),
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting + len(self._arrivals),
+            num_free_blocks=self._scheduler.blocks.num_free_blocks,
+            num_blocks=self.pool.num_blocks,
+            num_steps=self._num_steps,
+            last_step_s=self._last_step_s,
+            num_preemptions=self._num_preemptions,
+            idle=self._idle,
+            heartbeat_age_s=self._clock.now() - self._heartbeat,
+        )
+
+    def drain(self) -> None:
+        """Take no new requests from now on; those that were accepted run to their end."""
+        self._draining = True
+
+    async def wait_until_idle(self) -> None:
+        """Return when no request is alive."""
+        await self._nothing_alive.wait()
+
+    def cancel_all(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """End every request before the next step, with its output so far."""
+        for request_id in self._live:
+            self._send(Finish(request_id, reason))
+
+    async def run(self) -> None:
+        """Serve until cancelled. Run it in a task of its own, once.
+
+        Cancellation: waits for the step in flight, fails every request that is alive, then returns.
+        """
+        try:
+            while True:
+                self._drain_inbox()
+                plan = self._scheduler.plan(self._clock.now())
+                self._dispatch(plan.events)
+                if plan.grants:
+                    await self._step(plan)
+                elif not (self._arrivals or self._commands):
+                    await self._sleep()
+                self._heartbeat = self._clock.now()
+        finally:
+            self._draining = True
+            self._fail_all(Draining())
+
+    async def _step(self, plan: Plan) -> None:
+        started = self._clock.now()
+        try:
+            result = await self._runner.execute(plan)
+        except Exception as error:  # the step is lost, the engine is not
+            self._fail_step(plan, error)
+            return
+        now = self._clock.now()
+        self._num_steps += 1
+        self._last_step_s = now - started
+        self._dispatch(self._scheduler.commit(plan, result, now))
+        if self._check_integrity:
+            self._scheduler.check_integrity()
+
+    async def _sleep(self) -> None:
+        self._idle = True
+        await self._wake.wait()
+        self._idle = False
+
+    def _send(self, command: Command) -> None:
+        self._commands.append(command)
+        self._wake.set()
+
+    def _drain_inbox(self) -> None:
+        """Arrivals join the queue, then commands are obeyed, ends before all others."""
+        self._wake.clear()
+        now = self._clock.now()
+        while self._arrivals:
+            self._scheduler.submit(self._arrivals.popleft(), now)
+        commands = sorted(self._commands, key=lambda command: not isinstance(command, Finish | Fail))
+        self._commands.clear()
+        for command in commands:
+            self._dispatch(self._scheduler.apply(command, now))
+
+    def _dispatch(self, events: Iterable[SchedulerEvent]) -> None:
+        """Hand scheduler events to their requests, tokens with their text."""
+        for event in events:
+            live = self._live.get(event.request_id)
+            if live is None:
+                continue  # a stop string in its last token has ended it already
+            if isinstance(event, TokensSampled):
+                self._deliver(live, event)
+            elif isinstance(event, Finished | Failed):
+                self._end(live, event)
+            else:
+                if isinstance(event, Preempted):
+                    self._num_preemptions += 1
+                    log.info("request.preempted", **_preemption(event))
+                live.handle.put(event)
+
+    def _deliver(self, live: _Live, event: TokensSampled) -> None:
+        """Turn tokens into a delta; end the request when they hold a stop string or nobody reads."""
+        now = self._clock.now()
+        if live.first_token_at is None:
+            live.first_token_at = now
+        try:
+            text = self._text_of(live, event)
+        except Exception as error:  # one poisoned request fails alone
+            command: Command = Fail(event.request_id, self._incident("request.text_failed", error))
+            self._dispatch(self._scheduler.apply(command, now))
+            return
+        live.handle.put(Delta(event.request_id, event.first_index, event.token_ids, text))
+        if live.stop_string is not None:
+            command = Finish(event.request_id, FinishReason.STOP_STRING)
+            self._dispatch(self._scheduler.apply(command, now))
+        elif live.handle.num_buffered_tokens > self.max_buffered_tokens:
+            rule = f"{live.handle.num_buffered_tokens} output tokens wait to be read,"
+            command = Fail(event.request_id, SlowConsumer(f"{rule} more than {self.max_buffered_tokens}"))
+            self._dispatch(self._scheduler.apply(command, now))
+
+    def _text_of(self, live: _Live, event: TokensSampled) -> str:
+        spec = live.handle.spec
+        text = ""
+        for index, token_id in enumerate(event.token_ids, start=event.first_index):
+            may_stop = index + 1 >= spec.sampling.min_tokens
+            if may_stop and (token_id in spec.eos_token_ids or token_id in spec.sampling.stop_token_ids):
+                continue  # it ends the output and has no text
+            piece = live.text.push(token_id, may_stop=may_stop)
+            text += piece.text
+            live.stop_string = live.stop_string or piece.stop_string
+        return text
+
+    def _end(self, live: _Live, event: Finished | Failed) -> None:
+        handle = live.handle
+        if isinstance(event, Finished):
+            if live.stop_string is not None:
+                reason = FinishReason.STOP_STRING
+                event = dataclasses.replace(event, reason=reason, stop_string=live.stop_string)
+            elif rest := live.text.flush().text:
+                handle.put(Delta(event.request_id, event.usage.output_tokens, (), rest))
+        del self._live[event.request_id]
+        if not self._live:
+            self._nothing_alive.set()
+        log.info("request.ended", **_summary(live, event, self._clock.now()))
+        handle.put(event)
+
+    def _fail_step(self, plan: Plan, error: Exception) -> None:
+        """The runner lost a whole step: the requests in it fail, the others go on."""
+        failure = self._incident("step.failed", error)
+        for grant in plan.grants:
+            self._dispatch(self._scheduler.apply(Fail(grant.request_id, failure), self._clock.now()))
+
+    def _fail_all(self, error: VorrangError) -> None:
+        now = self._clock.now()
+        while self._arrivals:
+            self._scheduler.submit(self._arrivals.popleft(), now)
+        for request_id in list(self._live):
+            self._dispatch(self._scheduler.apply(Fail(request_id, error), now))
+
+    def _incident(self, what: str, error: Exception) -> InternalError:
+        incident_id = secrets.token_hex(8)
+        log.error(what, incident_id=incident_id, exc_info=error)
+        return InternalError(incident_id)
+
+
+def _preemption(event: Preempted) -> dict[str, object]:
+    return {
+        "request_id": event.request_id,
+        "reason": event.reason.value,
+        "count": event.count,
+        "beneficiary": event.beneficiary,
+        "num_blocks": event.num_blocks,
+        "num_lost_tokens": event.num_lost_tokens,
+    }
+
+
+def _summary(live: _Live, event: Finished | Failed, now: float) -> dict[str, object]:
+    """The one canonical line of a request."""
+    handle = live.handle
+    how = (
+        {"reason": event.reason.value}
+        if isinstance(event, Finished)
+        else {"reason": "failed", "error": type(event.error).__name__, "message": str(event.error)}
+    )
+    ttft_s = None if live.first_token_at is None else round(live.first_token_at - live.arrived, 4)
+    usage = {
+        name: round(value, 4) if isinstance(value, float) else value
+        for name, value in dataclasses.asdict(event.usage).items()
+    }
+    return {
+        "request_id": handle.request_id,
+        "label": handle.spec.label,
+        "level": handle.level,
+        **how,
+        "ttft_s": ttft_s,
+        "total_s": round(now - live.arrived, 4),
+        **usage,
+    }

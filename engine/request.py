@@ -1,0 +1,166 @@
+"""A request: what was asked for (frozen) and how far it has come (owned by the scheduler)."""
+
+import enum
+from dataclasses import dataclass
+from typing import NewType
+
+from engine.priority import DEFAULT_LEVEL
+from engine.sampling import SamplingParams
+
+#: Made by the server, unique in the process; never the client's own id.
+RequestId = NewType("RequestId", str)
+
+
+class FinishReason(enum.Enum):
+    """Why a request ended with an output."""
+
+    STOP = "stop"
+    STOP_STRING = "stop_string"
+    STOP_TOKEN = "stop_token"
+    LENGTH = "length"
+    CAPACITY = "capacity"
+    TIME_LIMIT = "time_limit"
+    CANCELLED = "cancelled"
+
+
+class PreemptReason(enum.Enum):
+    """Why a running request lost its seat and blocks."""
+
+    SEATS = "seats"
+    BLOCKS = "blocks"
+    GROWTH = "growth"
+    OPERATOR = "operator"
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is. It moves WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSpec:
+    """What was asked for.
+
+    Attributes:
+        request_id: made by the server, unique in the process.
+        prompt_token_ids: at least one id.
+        sampling: validated parameters, ``max_tokens`` and ``seed`` already resolved.
+        level: effective priority.
+        eos_token_ids: ids that end the output; empty under ``ignore_eos``.
+        cache_salt: requests share prefixes only inside one salt (the tenant by default).
+        label: free text for logs.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    level: int = DEFAULT_LEVEL
+    eos_token_ids: frozenset[int] = frozenset()
+    cache_salt: str = ""
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a request has cost. Durations in seconds."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preempted_s: float = 0.0
+    parked_s: float = 0.0
+
+
+class Request:
+    """State of one request; only the scheduler and the block manager write it.
+
+    A request has ``num_computed_tokens`` chasing ``num_tokens`` (prompt +
+    output); a fresh prompt, a chunk, a decode and a resume after preemption are
+    all "compute the next n tokens".
+
+    Attributes:
+        token_ids: prompt + output, append-only; survives preemption.
+        block_hashes: chain of prefix hashes of the full blocks of ``token_ids``,
+            extended on demand by the block manager; survives preemption.
+        arrival_seq: order of arrival; kept across preemptions (seniority).
+        num_computed_tokens: tokens whose KV is in the pool.
+        num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
+    """
+
+    __slots__ = (
+        "_phase_since", "arrival_seq", "block_hashes", "cache_salt", "level", "num_cached_tokens",
+        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
+        "num_recomputed_tokens", "phase_s", "preempted_in_step", "request_id", "spec", "status", "token_ids",
+    )  # fmt: skip
+
+    def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
+        self.spec = spec
+        self.request_id = spec.request_id
+        self.cache_salt = spec.cache_salt
+        self.level = spec.level
+        self.arrival_seq = arrival_seq
+        self.status = RequestStatus.WAITING
+        self.token_ids: list[int] = list(spec.prompt_token_ids)
+        self.block_hashes: list[bytes] = []
+        self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_lost_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.num_preemptions = 0
+        self.preempted_in_step = 0
+        self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
+        self._phase_since = now
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt + output tokens known so far."""
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_missing_tokens(self) -> int:
+        """Known tokens not yet computed; 1 while decoding."""
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        """A copy of the output tokens."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    def spend(self, now: float) -> None:
+        """Book the time since the last call on the phase the request is in; call before it changes."""
+        if self.status is RequestStatus.WAITING:
+            phase = "queued"
+        elif self.status is RequestStatus.PREEMPTED:
+            phase = "preempted"
+        elif self.num_output_tokens == 0:
+            phase = "prefill"
+        else:
+            phase = "decode"
+        self.phase_s[phase] += now - self._phase_since
+        self._phase_since = now
+
+    def usage(self) -> Usage:
+        """What it has cost up to the last ``spend``."""
+        return Usage(
+            prompt_tokens=self.num_prompt_tokens,
+            cached_tokens=self.num_cached_tokens,
+            output_tokens=self.num_output_tokens,
+            recomputed_tokens=self.num_recomputed_tokens,
+            preemptions=self.num_preemptions,
+            **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
+        )

@@ -1,0 +1,1 @@
+"""Runners compute what a plan grants and decide nothing."""

@@ -1,0 +1,136 @@
+"""A model in hand-computable arithmetic, without torch.
+
+It ships in the package so that server, clients and command line can be tested in
+milliseconds. Its KV is honest: every computed token is written to the slot its
+block table names, and the next token is a function of all tokens *read back*
+through that table, so a wrong table, a lost block or a missed recomputation
+changes the output.
+"""
+
+import asyncio
+import codecs
+from collections.abc import Sequence
+
+from engine.runner.base import ModelInfo, PoolShape
+from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.text import ChatMessage, StreamDecoder
+
+#: One id per byte, then the end token.
+EOS_TOKEN_ID = 256
+VOCAB_SIZE = 257
+_FIRST_PRINTABLE, _NUM_PRINTABLE = 32, 95
+
+
+def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
+    """What the scripted model says after ``token_ids``: a printable ASCII byte.
+
+    ``32 + (sum of (position + 1) * id + 7 * number of ids + seed) mod 95``; never the end token.
+    """
+    total = sum((position + 1) * token_id for position, token_id in enumerate(token_ids))
+    return _FIRST_PRINTABLE + (total + 7 * len(token_ids) + seed) % _NUM_PRINTABLE
+
+
+def expected_output(prompt_token_ids: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+    """The first ``num_tokens`` output tokens after a prompt, undisturbed."""
+    token_ids = list(prompt_token_ids)
+    for _ in range(num_tokens):
+        token_ids.append(next_token(token_ids, seed))
+    return token_ids[len(prompt_token_ids) :]
+
+
+class ScriptedRunner:
+    """A ``Runner`` whose model is ``next_token`` (greedy), or ``next_token`` + seed (temperature > 0).
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        context_tokens: longest prompt + output.
+        step_s: time a step takes, in seconds; 0 = one turn of the event loop.
+    """
+
+    def __init__(
+        self, num_blocks: int = 256, block_size: int = 16, context_tokens: int = 2048, step_s: float = 0.0
+    ) -> None:
+        self._info = ModelInfo("scripted", "Scripted", VOCAB_SIZE, context_tokens, frozenset({EOS_TOKEN_ID}))
+        self._pool = PoolShape(num_blocks, block_size)
+        self._slots: list[int | None] = [None] * (num_blocks * block_size)
+        self._step_s = step_s
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    @property
+    def pool(self) -> PoolShape:
+        """Size of the KV pool."""
+        return self._pool
+
+    async def execute(self, plan: Plan) -> StepResult:
+        """Compute a plan.
+
+        Cancellation: at once; nothing is in flight while it waits.
+        """
+        await asyncio.sleep(self._step_s)
+        return self.run(plan)
+
+    async def close(self) -> None:
+        """Nothing to release."""
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute a plan on the spot."""
+        for grant in plan.grants:
+            self._write(grant)
+        return StepResult({g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None})
+
+    def _slot(self, block_table: Sequence[int], position: int) -> int:
+        block, offset = divmod(position, self._pool.block_size)
+        return block_table[block] * self._pool.block_size + offset
+
+    def _write(self, grant: Grant) -> None:
+        for position, token_id in enumerate(grant.token_ids, start=grant.start):
+            self._slots[self._slot(grant.block_table, position)] = token_id
+
+    def _sample(self, grant: Grant) -> int:
+        num_tokens = grant.start + len(grant.token_ids)
+        read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
+        token_ids = [token_id for token_id in read if token_id is not None]
+        assert len(token_ids) == num_tokens, "a slot was read before it was written"
+        return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
+
+
+class ScriptedTokenizer:
+    """Bytes of UTF-8 as ids; id 256 ends an output and has no text."""
+
+    has_chat_template = True
+
+    def encode(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return list(text.encode())
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
+    ) -> list[int]:
+        """``role: content`` a line, then ``assistant: `` when asked for."""
+        text = "".join(f"{message.role}: {message.content}\n" for message in messages)
+        return self.encode(tools_json + text + ("assistant: " if add_generation_prompt else ""))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of bytes; the end token reads ``<end>`` unless skipped."""
+        end = b"" if skip_special_tokens else b"<end>"
+        return b"".join(bytes([i]) if i < EOS_TOKEN_ID else end for i in token_ids).decode(errors="replace")
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> StreamDecoder:
+        """A decoder that holds back incomplete characters."""
+        return _ByteDecoder()
+
+
+class _ByteDecoder:
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(bytes([token_id])) if token_id < EOS_TOKEN_ID else ""
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)

@@ -1,0 +1,1 @@
+"""The scheduler: pure and synchronous. Time, randomness and I/O are arguments."""

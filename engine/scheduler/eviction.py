@@ -1,0 +1,86 @@
+"""Which running requests lose their place: the cheapest set that covers the need."""
+
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+from engine.request import Request
+from engine.scheduler.order import Policy
+from kv.block_manager import BlockManager, Reclaim
+
+
+def choose_victims(
+    candidates: Iterable[Request],
+    *,
+    num_seats: int,
+    num_blocks: int,
+    keep: Collection[int],
+    blocks: BlockManager,
+    policy: Policy,
+) -> list[Request] | None:
+    """Choose who gives way.
+
+    Worst urgency first; within it the fewest tokens to recompute (that no shared
+    prefix gives back) per block freed, or in all when only a seat is needed; ties
+    by fewest past preemptions, then latest arrival. Candidates are taken in that
+    order until the need is covered; then whoever is not needed after all is spared,
+    dearest first, so no member of the result can be left out. Blocks shared inside
+    the set count once all their holders are in it; blocks shared with others never
+    do.
+
+    Args:
+        candidates: running requests that may be evicted.
+        num_seats: seats needed.
+        num_blocks: blocks needed.
+        keep: blocks the beneficiary will take over from the cache; freeing them gains nothing.
+        blocks: who holds what.
+        policy: whose urgency counts.
+
+    Returns:
+        The victims, cheapest first, or None when no set covers the need.
+    """
+    reclaim = blocks.reclaim(keep)
+
+    def cost(request: Request) -> tuple[int, float, int, int]:
+        shared = blocks.num_shared_prefix_tokens(request.request_id)
+        lost = max(0, request.num_computed_tokens - shared)
+        price = float(lost)
+        if num_blocks > 0:
+            gain = reclaim.gain(request.request_id)
+            price = lost / gain if gain else math.inf
+        return -policy.urgency(request), price, request.num_preemptions, -request.arrival_seq
+
+    def covered(num_victims: int) -> bool:
+        return num_victims >= num_seats and reclaim.num_blocks >= num_blocks
+
+    return _smallest_prefix(sorted(candidates, key=cost), reclaim, covered)
+
+
+def choose_latest(candidates: Sequence[Request], *, blocks: BlockManager) -> list[Request] | None:
+    """Of requests in policy order, the fewest, last ones first, whose eviction frees a block.
+
+    Returns:
+        The victims, or None when evicting all of them would free nothing.
+    """
+    reclaim = blocks.reclaim()
+    return _smallest_prefix(candidates[::-1], reclaim, lambda _: reclaim.num_blocks >= 1)
+
+
+def _smallest_prefix(
+    candidates: Sequence[Request], reclaim: Reclaim, covered: Callable[[int], bool]
+) -> list[Request] | None:
+    """Take candidates in order until ``covered(number taken)``; then spare those not needed, last first."""
+    chosen: list[Request] = []
+    for request in candidates:
+        if covered(len(chosen)):
+            break
+        chosen.append(request)
+        reclaim.add(request.request_id)
+    if not covered(len(chosen)):
+        return None
+    for request in chosen[::-1]:
+        reclaim.remove(request.request_id)
+        if covered(len(chosen) - 1):
+            chosen.remove(request)
+        else:
+            reclaim.add(request.request_id)
+    return chosen

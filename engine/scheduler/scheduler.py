@@ -1,0 +1,209 @@
+"""The scheduler: pure, synchronous, driven from outside.
+
+Per step: ``apply`` what happened to requests, ``plan``, let a runner compute the
+plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the same
+calls give the same plans.
+"""
+
+from engine.errors import ContextExceeded, EmptyPrompt, PoolExceeded, QueueFull
+from engine.events import LevelChanged, SchedulerEvent, TokensSampled
+from engine.priority import check_level
+from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
+from engine.scheduler.commands import Command, Fail, Finish, Preempt, SetLevel
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.order import policy_named
+from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.scheduler.state import SchedulerState
+from engine.scheduler.unified import StepDraft, UnifiedPass
+from kv.block_manager import BlockManager
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+class Scheduler:
+    """Decides, before every step, who computes how many tokens.
+
+    Invariant (``check_integrity``): seats, queue, blocks and counters agree; all
+    blocks are free when no request is alive.
+    """
+
+    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+        self.config = config
+        self.policy = policy_named(config.policy)
+        self.blocks = blocks
+        self._state = SchedulerState(config, self.policy, blocks)
+        self._num_arrivals = 0
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold a seat."""
+        return len(self._state.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait, preempted ones included."""
+        return len(self._state.waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is alive."""
+        return bool(self._state.requests)
+
+    def running(self) -> tuple[Request, ...]:
+        """Requests that hold a seat, in policy order."""
+        return tuple(self._state.running)
+
+    def waiting(self) -> tuple[Request, ...]:
+        """Requests that wait, in policy order; sorts, so not for the hot path."""
+        return tuple(self._state.waiting)
+
+    def find(self, request_id: RequestId) -> Request | None:
+        """A request that is alive; None when it is not."""
+        return self._state.requests.get(request_id)
+
+    def check(self, spec: RequestSpec, num_arriving: int = 0) -> None:
+        """Refuse what could never run, and newcomers to a full queue. Changes nothing.
+
+        Args:
+            spec: what is asked for.
+            num_arriving: requests that passed this check and are about to be submitted.
+
+        Raises:
+            EmptyPrompt: no token.
+            ContextExceeded: prompt + max_tokens is longer than the context.
+            PoolExceeded: prompt + 1 token is larger than the whole pool.
+            QueueFull: as many requests that were never admitted wait as may.
+            InvalidRequest: the level is out of range.
+        """
+        num_prompt_tokens = len(spec.prompt_token_ids)
+        context = self.config.max_context_tokens
+        if num_prompt_tokens == 0:
+            raise EmptyPrompt
+        check_level(spec.level)
+        if num_prompt_tokens >= context:
+            rule = f"must be shorter than the context of {context} tokens"
+            raise ContextExceeded("prompt", rule, num_prompt_tokens)
+        if num_prompt_tokens + spec.sampling.max_tokens > context:
+            rule = f"must be at most {context - num_prompt_tokens}: the context of {context} tokens"
+            rule += f" less the prompt's {num_prompt_tokens}"
+            raise ContextExceeded("sampling.max_tokens", rule, spec.sampling.max_tokens)
+        num_blocks = self.blocks.blocks_for(num_prompt_tokens + 1)
+        if num_blocks > self.blocks.num_blocks:
+            pool_tokens = self.blocks.num_blocks * self.blocks.block_size
+            rule = f"must leave room for an output token in the KV pool of {pool_tokens} tokens"
+            raise PoolExceeded("prompt", rule, num_prompt_tokens)
+        if self._state.num_new_waiting + num_arriving >= self.config.max_waiting_requests:
+            raise QueueFull(self.config.max_waiting_requests)
+
+    def submit(self, spec: RequestSpec, now: float) -> Request:
+        """Queue a request.
+
+        Raises:
+            EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, InvalidRequest: see ``check``.
+        """
+        self.check(spec)
+        assert spec.request_id not in self._state.requests
+        request = Request(spec, self._num_arrivals, now)
+        self._num_arrivals += 1
+        self._state.enqueue(request)
+        return request
+
+    def num_before_newcomer(self, level: int) -> int:
+        """Requests that wait and would be served before a newcomer of that level."""
+        return self._state.waiting.num_before_newcomer(level if self.policy.uses_level else 0)
+
+    def apply(self, command: Command, now: float) -> list[SchedulerEvent]:
+        """Do something to a request; nothing at all when it is not alive.
+
+        May be called at any time, between ``plan`` and ``commit`` too: what a step
+        in flight computes for a request that ended or was preempted is dropped.
+        """
+        request = self._state.requests.get(command.request_id)
+        if request is None:
+            return []
+        match command:
+            case Finish(reason=reason, stop_string=stop_string):
+                return [self._state.finish(request, reason, now, stop_string=stop_string)]
+            case Fail(error=error):
+                return [self._state.fail(request, error, now)]
+            case SetLevel(level=level):
+                self._state.set_level(request, check_level(level))
+                return [LevelChanged(request.request_id, level)]
+            case Preempt():
+                if request.status is not RequestStatus.RUNNING:
+                    return []
+                return [self._state.preempt(request, PreemptReason.OPERATOR, None, self._step, now)]
+
+    def plan(self, now: float) -> Plan:
+        """Decide the next step. Never blocks, never raises for load; an empty plan is legal."""
+        self._step += 1
+        draft = UnifiedPass(self._state, self._step, now).run()
+        return Plan(self._step, self._grants(draft), tuple(draft.events))
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
+        """Book what a step has computed.
+
+        Returns:
+            Sampled tokens, and the ends they cause, in the order of the plan's grants.
+        """
+        events: list[SchedulerEvent] = []
+        for grant in plan.grants:
+            request = self._state.requests.get(grant.request_id)
+            if request is None or request.status is not RequestStatus.RUNNING:
+                continue
+            assert request.num_computed_tokens == grant.start
+            error = result.failures.get(grant.request_id)
+            if error is not None:
+                events.append(self._state.fail(request, error, now))
+                continue
+            request.num_computed_tokens += len(grant.token_ids)
+            self.blocks.confirm(request, request.num_computed_tokens)
+            if grant.output_index is not None:
+                events.extend(self._append(request, result.sampled[grant.request_id], now))
+        return events
+
+    def check_integrity(self) -> None:
+        """Recount everything; an ``AssertionError`` here is a bug of ours."""
+        self._state.check_integrity()
+
+    def _grants(self, draft: StepDraft) -> tuple[Grant, ...]:
+        return tuple(
+            self._grant(self._state.requests[request_id], num_tokens)
+            for request_id, num_tokens in draft.granted.items()
+        )
+
+    def _grant(self, request: Request, num_tokens: int) -> Grant:
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens
+        sampling = request.spec.sampling
+        banned = _NOTHING
+        if samples and request.num_output_tokens < sampling.min_tokens:
+            banned = request.spec.eos_token_ids.union(sampling.stop_token_ids)
+        return Grant(
+            request_id=request.request_id,
+            start=start,
+            token_ids=request.token_ids[start : start + num_tokens],
+            block_table=self.blocks.table(request.request_id),
+            output_index=request.num_output_tokens if samples else None,
+            sampling=sampling,
+            banned_token_ids=banned,
+            level=request.level,
+        )
+
+    def _append(self, request: Request, token_id: int, now: float) -> list[SchedulerEvent]:
+        index = request.num_output_tokens
+        if index == 0:
+            request.spend(now)  # the first output token ends the prefill
+        request.token_ids.append(token_id)
+        events: list[SchedulerEvent] = [TokensSampled(request.request_id, index, (token_id,))]
+        spec = request.spec
+        may_stop = index + 1 >= spec.sampling.min_tokens
+        if may_stop and token_id in spec.eos_token_ids:
+            events.append(self._state.finish(request, FinishReason.STOP, now))
+        elif may_stop and token_id in spec.sampling.stop_token_ids:
+            reason = FinishReason.STOP_TOKEN
+            events.append(self._state.finish(request, reason, now, stop_token_id=token_id))
+        elif index + 1 >= spec.sampling.max_tokens or request.num_tokens >= self.config.max_context_tokens:
+            events.append(self._state.finish(request, FinishReason.LENGTH, now))
+        return events

@@ -1,0 +1,1 @@
+"""The paged KV pool: who owns which block, what can be found again, where the tensors are."""

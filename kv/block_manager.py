@@ -1,0 +1,244 @@
+"""Who owns which KV block.
+
+Blocks have a fixed size and a reference count. A freed block keeps its hash and
+stays findable until it is reused, so a preempted or finished request can hit its
+own blocks; reuse takes blocks without a hash first, then the longest unused.
+Eviction from the cache is lazy: it happens when a block is allocated.
+
+This module is pure; it knows neither tensors nor scheduling.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from kv.free_list import FreeList
+from kv.prefix_index import KvOwner, PrefixIndex, extend_hashes
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """Blocks found for the start of an owner's tokens. It takes no references.
+
+    Attributes:
+        blocks: in order; all full.
+        num_tokens: tokens they hold; at most the owner's tokens - 1, so that logits exist.
+        num_free_blocks: how many of them nobody holds; taking those consumes free blocks.
+    """
+
+    blocks: tuple[int, ...]
+    num_tokens: int
+    num_free_blocks: int
+
+
+class _Table:
+    """Blocks of one owner, and how many of them are hashed."""
+
+    __slots__ = ("blocks", "num_confirmed")
+
+    def __init__(self, blocks: list[int], num_confirmed: int) -> None:
+        self.blocks = blocks
+        self.num_confirmed = num_confirmed
+
+
+class BlockManager:
+    """Allocates, shares and frees blocks.
+
+    Invariant (``check_integrity``): free + held = total; a block's reference
+    count is the number of tables that hold it; a block is free exactly when that
+    is 0; hashes and index agree.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
+        assert num_blocks >= 1 and block_size >= 1  # noqa: PT018
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_cache = enable_prefix_cache
+        self._free = FreeList(num_blocks)
+        self._references = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._index = PrefixIndex()
+        self._tables: dict[str, _Table] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks nobody holds, cached ones included."""
+        return len(self._free)
+
+    @property
+    def num_owners(self) -> int:
+        """Owners that hold a table."""
+        return len(self._tables)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that ``num_tokens`` tokens fill, the last one perhaps partly."""
+        return -(-num_tokens // self.block_size)
+
+    def table(self, request_id: str) -> Sequence[int]:
+        """Blocks of an owner, in order; a live view."""
+        return self._tables[request_id].blocks
+
+    def match(self, owner: KvOwner) -> PrefixHit:
+        """Find the longest prefix of the owner's tokens that is in the pool. Takes nothing."""
+        blocks: list[int] = []
+        num_free = 0
+        if self.enable_prefix_cache:
+            num_usable = (len(owner.token_ids) - 1) // self.block_size
+            extend_hashes(owner, num_usable, self.block_size)
+            for block_hash in owner.block_hashes[:num_usable]:
+                block = self._index.find(block_hash)
+                if block is None:
+                    break
+                blocks.append(block)
+                num_free += self._references[block] == 0
+        return PrefixHit(tuple(blocks), len(blocks) * self.block_size, num_free)
+
+    def num_blocks_to_admit(self, owner: KvOwner, hit: PrefixHit) -> int:
+        """Free blocks that admitting all known tokens of the owner would consume."""
+        return self.blocks_for(len(owner.token_ids)) - len(hit.blocks) + hit.num_free_blocks
+
+    def admit(self, owner: KvOwner, hit: PrefixHit) -> bool:
+        """Give a new owner the hit's blocks and fresh ones for all its known tokens.
+
+        Returns:
+            False, with nothing changed, when the free blocks do not suffice.
+        """
+        assert owner.request_id not in self._tables
+        if self.num_blocks_to_admit(owner, hit) > len(self._free):
+            return False
+        for block in hit.blocks:
+            if self._references[block] == 0:
+                self._free.remove(block)
+            self._references[block] += 1
+        table = _Table(list(hit.blocks), len(hit.blocks))
+        self._tables[owner.request_id] = table
+        self._extend(table, self.blocks_for(len(owner.token_ids)))
+        return True
+
+    def grow(self, owner: KvOwner) -> bool:
+        """Make the owner's table cover all its known tokens.
+
+        Returns:
+            False, with nothing changed, when the free blocks do not suffice.
+        """
+        table = self._tables[owner.request_id]
+        num_blocks = self.blocks_for(len(owner.token_ids))
+        if num_blocks - len(table.blocks) > len(self._free):
+            return False
+        self._extend(table, num_blocks)
+        return True
+
+    def confirm(self, owner: KvOwner, num_computed_tokens: int) -> None:
+        """Make the owner's full computed blocks findable."""
+        if not self.enable_prefix_cache:
+            return
+        table = self._tables[owner.request_id]
+        num_full = num_computed_tokens // self.block_size
+        if num_full <= table.num_confirmed:
+            return
+        extend_hashes(owner, num_full, self.block_size)
+        for position in range(table.num_confirmed, num_full):
+            block, block_hash = table.blocks[position], owner.block_hashes[position]
+            self._hashes[block] = block_hash
+            self._index.add(block_hash, block)
+        table.num_confirmed = num_full
+
+    def free(self, owner: KvOwner) -> int:
+        """Drop the owner's table.
+
+        Returns:
+            Blocks that nobody holds any more.
+        """
+        table = self._tables.pop(owner.request_id)
+        num_freed = 0
+        for block in reversed(table.blocks):  # tail first: the start of a prefix is worth most
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                num_freed += 1
+                if self._hashes[block] is None:
+                    self._free.prepend(block)
+                else:
+                    self._free.append(block)
+        return num_freed
+
+    def num_shared_prefix_tokens(self, request_id: str) -> int:
+        """Tokens in the owner's leading blocks that others hold too: they outlive its eviction."""
+        num_blocks = 0
+        for block in self._tables[request_id].blocks:
+            if self._references[block] == 1:
+                break
+            num_blocks += 1
+        return num_blocks * self.block_size
+
+    def reclaim(self, keep: Collection[int] = ()) -> "Reclaim":
+        """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""
+        return Reclaim(self._references, self.table, keep)
+
+    def _extend(self, table: _Table, num_blocks: int) -> None:
+        while len(table.blocks) < num_blocks:
+            block = self._free.pop_first()
+            block_hash = self._hashes[block]
+            if block_hash is not None:
+                self._index.remove(block_hash, block)
+                self._hashes[block] = None
+            self._references[block] = 1
+            table.blocks.append(block)
+
+    def check_integrity(self) -> None:
+        """Recount everything; an ``AssertionError`` here is a bug of ours."""
+        counted = [0] * self.num_blocks
+        for table in self._tables.values():
+            assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"
+            assert table.num_confirmed <= len(table.blocks)
+            for block in table.blocks:
+                counted[block] += 1
+        assert counted == self._references, "reference counts differ from a recount"
+        free = list(self._free)
+        assert len(free) == len(set(free)) == len(self._free), "the free list is broken"
+        assert sorted(free) == [b for b, n in enumerate(counted) if n == 0], "free and held differ"
+        num_findable = 0
+        for block, block_hash in enumerate(self._hashes):
+            if block_hash is not None:
+                num_findable += 1
+                assert self._index.holds(block_hash, block), "a hashed block is not findable"
+        assert num_findable == self._index.num_entries, "the index knows blocks that are not hashed"
+
+
+class Reclaim:
+    """Counts what freeing a set of owners would give back, without freeing them.
+
+    Blocks shared inside the set count once all their holders are in it; blocks
+    in ``keep`` never count.
+    """
+
+    __slots__ = ("_dropped", "_keep", "_references", "_table", "num_blocks")
+
+    def __init__(
+        self, references: Sequence[int], table: Callable[[str], Sequence[int]], keep: Collection[int]
+    ) -> None:
+        self._references = references
+        self._table = table
+        self._keep = frozenset(keep)
+        self._dropped: dict[int, int] = {}
+        self.num_blocks = 0
+
+    def gain(self, request_id: str) -> int:
+        """Blocks this owner would add to the count."""
+        return sum(self._last_holder(block) for block in self._countable(request_id))
+
+    def add(self, request_id: str) -> None:
+        """Count this owner as freed."""
+        for block in self._countable(request_id):
+            self.num_blocks += self._last_holder(block)
+            self._dropped[block] = self._dropped.get(block, 0) + 1
+
+    def remove(self, request_id: str) -> None:
+        """Undo ``add``."""
+        for block in self._countable(request_id):
+            self._dropped[block] -= 1
+            self.num_blocks -= self._last_holder(block)
+
+    def _countable(self, request_id: str) -> Iterable[int]:
+        return (block for block in self._table(request_id) if block not in self._keep)
+
+    def _last_holder(self, block: int) -> bool:
+        return self._references[block] - self._dropped.get(block, 0) == 1

@@ -1,0 +1,97 @@
+"""Which block holds the KV of which prefix.
+
+A block is found by a chained strong hash: SHA-256 over its parent's hash and
+its own token ids, the first parent being the hash of the salt. Equal hashes
+therefore mean equal tokens from the start of the prompt and equal salt. Tenants
+that have different salts never find each other's blocks.
+
+This module is pure; it does not know which blocks are free.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class KvOwner(Protocol):
+    """What may own blocks: a request.
+
+    Attributes:
+        token_ids: prompt + output, append-only.
+        block_hashes: hashes of the full blocks of ``token_ids``, extended here on demand.
+    """
+
+    token_ids: list[int]
+    block_hashes: list[bytes]
+
+    @property
+    def request_id(self) -> str:
+        """Unique among owners."""
+        ...
+
+    @property
+    def cache_salt(self) -> str:
+        """Owners share prefixes only inside one salt."""
+        ...
+
+
+def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Hash of a full block that follows ``parent``; 32 bytes."""
+    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
+
+
+def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
+    """Make ``owner.block_hashes`` at least ``num_blocks`` long; its tokens must fill that many blocks."""
+    hashes = owner.block_hashes
+    assert num_blocks * block_size <= len(owner.token_ids)
+    parent = hashes[-1] if hashes else hashlib.sha256(owner.cache_salt.encode()).digest()
+    for index in range(len(hashes), num_blocks):
+        parent = hash_block(parent, owner.token_ids[index * block_size : (index + 1) * block_size])
+        hashes.append(parent)
+
+
+class PrefixIndex:
+    """Maps block hashes to the blocks that hold such KV.
+
+    Several blocks may hold the same prefix (computed side by side); each stays
+    findable until it is removed itself.
+    """
+
+    __slots__ = ("_blocks",)
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, dict[int, None]] = {}
+
+    def __len__(self) -> int:
+        """Number of different prefixes."""
+        return len(self._blocks)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of findable blocks."""
+        return sum(map(len, self._blocks.values()))
+
+    def find(self, block_hash: bytes) -> int | None:
+        """A block with this hash, the one known longest; None if there is none."""
+        blocks = self._blocks.get(block_hash)
+        return next(iter(blocks)) if blocks else None
+
+    def add(self, block_hash: bytes, block: int) -> None:
+        """Make ``block`` findable."""
+        self._blocks.setdefault(block_hash, {})[block] = None
+
+    def remove(self, block_hash: bytes, block: int) -> None:
+        """Forget ``block``; others with the same hash stay.
+
+        Raises:
+            KeyError: it was not there.
+        """
+        blocks = self._blocks[block_hash]
+        del blocks[block]
+        if not blocks:
+            del self._blocks[block_hash]
+
+    def holds(self, block_hash: bytes, block: int) -> bool:
+        """Whether ``block`` is findable under ``block_hash``."""
+        return block in self._blocks.get(block_hash, ())
