@@ -104,7 +104,7 @@ class Engine:
         self._scheduler = Scheduler(self.config, blocks)
         self._check_integrity = check_integrity
         self._live: dict[RequestId, _Live] = {}
-        self._arrivals: deque[RequestSpec] = deque()
+        self._arrivals: deque[tuple[RequestSpec, float]] = deque()
         self._commands: deque[Command] = deque()
         self._wake = asyncio.Event()
         self._nothing_alive = asyncio.Event()
@@ -154,16 +154,16 @@ class Engine:
             raise Draining
         assert spec.request_id not in self._live
         self._scheduler.check(spec, num_arriving=len(self._arrivals))
-        position = self._scheduler.num_before_newcomer(spec.level) + len(self._arrivals)
-        handle = RequestHandle(spec, position, self._send, on_ready)
+        handle = RequestHandle(spec, self._queue_position(spec.level), self._send, on_ready)
         sampling = spec.sampling
         text = OutputText(
             self.tokenizer.stream_decoder(spec.prompt_token_ids),
             sampling.stop_strings,
             include_stop_string=sampling.include_stop_string,
         )
-        self._live[spec.request_id] = _Live(handle, text, self._clock.now())
-        self._arrivals.append(spec)
+        now = self._clock.now()
+        self._live[spec.request_id] = _Live(handle, text, now)
+        self._arrivals.append((spec, now))
         self._nothing_alive.clear()
         self._wake.set()
         return handle
@@ -215,6 +215,11 @@ class Engine:
             self._draining = True
             self._fail_all(Draining())
 
+    def _queue_position(self, level: int) -> int:
+        """Requests, in the queue or in the inbox, that would be served before a newcomer of that level."""
+        arriving = sum(not self.uses_level or spec.level <= level for spec, _ in self._arrivals)
+        return self._scheduler.num_before_newcomer(level) + arriving
+
     async def _step(self, plan: Plan) -> None:
         started = self._clock.now()
         try:
@@ -243,7 +248,7 @@ class Engine:
         self._wake.clear()
         now = self._clock.now()
         while self._arrivals:
-            self._scheduler.submit(self._arrivals.popleft(), now)
+            self._scheduler.submit(*self._arrivals.popleft())
         commands = sorted(self._commands, key=lambda command: not isinstance(command, Finish | Fail))
         self._commands.clear()
         for command in commands:
@@ -320,7 +325,7 @@ class Engine:
     def _fail_all(self, error: VorrangError) -> None:
         now = self._clock.now()
         while self._arrivals:
-            self._scheduler.submit(self._arrivals.popleft(), now)
+            self._scheduler.submit(*self._arrivals.popleft())
         for request_id in list(self._live):
             self._dispatch(self._scheduler.apply(Fail(request_id, error), now))
 

@@ -1,0 +1,152 @@
+"""A Hypothesis state machine over the scheduler: any calls, in any order, on small pools."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from engine.errors import PoolExceeded
+from engine.request import RequestId
+from engine.scheduler.commands import Finish, Preempt, SetLevel
+from tests.support.drive import Driver
+
+LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
+MIN_STEPS = int(os.environ.get("VORRANG_MACHINE_STEPS", "20000"))
+SEED = int(os.environ.get("VORRANG_SEED", "20261129"))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    num_steps = 0
+    num_preemptions = 0
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    @initialize(
+        num_blocks=st.integers(2, 14),
+        policy=st.sampled_from(["priority", "priority", "fcfs"]),
+        seats=st.integers(1, 5),
+        spare=st.integers(0, 12),
+        chunk=st.integers(1, 9),
+        gap=st.sampled_from([1, 1, 5]),
+        watermark=st.sampled_from([0.0, 0.02, 0.3]),
+        prefix_cache=st.booleans(),
+    )
+    def build(self, num_blocks, policy, seats, spare, chunk, gap, watermark, prefix_cache):
+        self.settings = {
+            "num_blocks": num_blocks,
+            "policy": policy,
+            "max_running_requests": seats,
+            "max_step_tokens": seats + spare,
+            "max_chunk_tokens": chunk,
+            "preempt_level_gap": gap,
+            "watermark": watermark,
+            "prefix_cache": prefix_cache,
+        }
+        self.driver = Driver(**self.settings)
+
+    def call(self, name, *args, **kwargs):
+        self.calls.append((name, args, kwargs))
+        return getattr(self.driver, name)(*args, **kwargs)
+
+    @rule(
+        size=st.integers(1, 40),
+        family=st.integers(0, 2),
+        level=LEVELS,
+        max_tokens=st.integers(1, 24),
+        more=st.fixed_dictionaries({}, optional={"seed": st.integers(0, 3), "cache_salt": st.just("b")}),
+    )
+    def submit(self, size, family, level, max_tokens, more):
+        # Few families: prompts share prefixes. Ids such as r1 and r11 must not be mixed up (7).
+        prompt = [(family * 50 + i) % 256 for i in range(size)]
+        name = f"r{len(self.driver.seen)}"
+        pool_tokens = self.driver.blocks.num_blocks * self.driver.blocks.block_size
+        try:
+            self.call("submit", name, prompt, level=level, max_tokens=max_tokens, **more)
+        except PoolExceeded:
+            self.calls.pop()
+            assert size + 1 > pool_tokens
+        else:
+            assert size + 1 <= pool_tokens
+
+    @rule(
+        sizes=st.lists(st.integers(1, 24), min_size=2, max_size=6),
+        level=LEVELS,
+        max_tokens=st.integers(4, 24),
+    )
+    def submit_many(self, sizes, level, max_tokens):
+        for size in sizes:
+            self.submit(size, size % 3, level, max_tokens, {})
+
+    @precondition(lambda self: self.driver.seen)
+    @rule(num_steps=st.integers(1, 16))
+    def step(self, num_steps):
+        for _ in range(num_steps):
+            self.call("step")
+
+    @precondition(lambda self: self.driver.seen)
+    @rule(data=st.data())
+    def step_with_commands_in_flight(self, data):
+        names = st.sampled_from(sorted(self.driver.seen))
+        ids = names.map(RequestId)
+        command = st.one_of(st.builds(Finish, ids), st.builds(Preempt, ids), st.builds(SetLevel, ids, LEVELS))
+        between = data.draw(st.lists(command, min_size=1, max_size=3))
+        self.call("step", between=tuple(between))
+
+    @precondition(lambda self: self.driver.seen)
+    @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt"]))
+    def cancel_or_preempt(self, data, what):
+        self.call(what, data.draw(st.sampled_from(sorted(self.driver.seen))))
+
+    @precondition(lambda self: self.driver.seen)
+    @rule(data=st.data(), level=LEVELS)
+    def reprioritise(self, data, level):
+        self.call("set_level", data.draw(st.sampled_from(sorted(self.driver.seen))), level)
+
+    def teardown(self):
+        if not hasattr(self, "driver"):
+            return
+        self.driver.finish()
+        SchedulerMachine.num_steps += self.driver.num_steps
+        SchedulerMachine.num_preemptions += sum(self.driver.preemptions(n) for n in self.driver.seen)
+        self.replay()
+
+    def replay(self):
+        """8: the same calls give the same plans and events."""
+        twin = Driver(**self.settings)
+        for name, args, kwargs in self.calls:
+            getattr(twin, name)(*args, **kwargs)
+        twin.finish()
+        assert {n: s.events for n, s in twin.seen.items()} == {
+            n: s.events for n, s in self.driver.seen.items()
+        }
+
+
+@pytest.mark.slow
+def test_any_calls_in_any_order_keep_every_invariant():
+    SchedulerMachine.num_steps = SchedulerMachine.num_preemptions = 0
+    rounds = 0
+    while SchedulerMachine.num_steps < MIN_STEPS:
+        machine = seed(SEED + rounds)(SchedulerMachine)
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=80,
+                stateful_step_count=40,
+                deadline=None,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
+        rounds += 1
+    print(f"{SchedulerMachine.num_steps} steps, {SchedulerMachine.num_preemptions} preemptions, seed {SEED}")
+    assert SchedulerMachine.num_preemptions > 500, "the pools were not small enough to mean anything"

@@ -1,0 +1,85 @@
+"""Text of an output: held-back characters and stop strings."""
+
+import pytest
+
+from engine.runner.scripted import ScriptedTokenizer
+from engine.text import OutputText
+
+
+def feed(text, stop=(), *, include=False, may_stop_from=0):
+    """Push a text byte by byte; returns the pieces and the stop string that ended it."""
+    output = OutputText(ScriptedTokenizer().stream_decoder([]), stop, include_stop_string=include)
+    pieces = []
+    for index, token_id in enumerate(text.encode()):
+        piece = output.push(token_id, may_stop=index >= may_stop_from)
+        pieces.append(piece.text)
+        if piece.stop_string is not None:
+            return pieces, piece.stop_string
+    pieces.append(output.flush().text)
+    return pieces, None
+
+
+def test_without_stop_strings_every_character_comes_at_once():
+    assert feed("abc") == (["a", "b", "c", ""], None)
+
+
+def test_half_a_character_is_never_emitted():
+    pieces, _ = feed("aé€𝄞z")
+    assert pieces == ["a", "", "é", "", "", "€", "", "", "", "𝄞", "z", ""]
+
+
+def test_an_incomplete_character_at_the_end_is_marked():
+    output = OutputText(ScriptedTokenizer().stream_decoder([]))
+    assert output.push("é".encode()[0]).text == ""
+    assert output.flush().text == "\ufffd"
+
+
+@pytest.mark.parametrize(("include", "expected"), [(False, "one "), (True, "one END")])
+def test_a_stop_string_ends_the_text(include, expected):  # vLLM 66
+    pieces, stop = feed("one END two", ["END"], include=include)
+    assert "".join(pieces) == expected
+    assert stop == "END"
+
+
+def test_the_beginning_of_a_stop_string_is_held_back_and_released():
+    pieces, stop = feed("aENzEN", ["END"])
+    assert pieces == ["a", "", "", "ENz", "", "", "EN"]
+    assert stop is None
+
+
+def test_overlapping_beginnings():
+    assert "".join(feed("aaab", ["aab"])[0]) == "a"
+    assert "".join(feed("ababac", ["abac"])[0]) == "ab"
+
+
+def test_the_stop_string_that_ends_first_wins_and_of_those_the_longest():
+    assert feed("xabcd", ["abcd", "bc"])[1] == "bc"
+    assert feed("xabc", ["bc", "abc"])[1] == "abc"
+    assert "".join(feed("xabc", ["bc", "abc"])[0]) == "x"
+
+
+def test_stop_strings_do_not_count_before_min_tokens():
+    pieces, stop = feed("END and END", ["END"], may_stop_from=5)
+    assert "".join(pieces) == "END and "
+    assert stop == "END"
+
+
+def test_a_stop_string_split_over_a_multibyte_character():
+    pieces, stop = feed("ok ünd so", ["ün"])
+    assert "".join(pieces) == "ok "
+    assert stop == "ün"
+
+
+@pytest.mark.parametrize("stop", [["ab"], ["ba", "abb"], ["bbbb"], ["aba", "b"]])
+def test_pieces_equal_the_text_up_to_the_first_match(stop):
+    import itertools
+
+    for letters in itertools.product("ab", repeat=7):
+        text = "".join(letters)
+        pieces, found = feed(text, stop)
+        ends = [(text.find(s) + len(s), -len(s), s) for s in stop if s in text]
+        if not ends:
+            assert ("".join(pieces), found) == (text, None)
+        else:
+            end, _, expected = min(ends)
+            assert ("".join(pieces), found) == (text[: end - len(expected)], expected)
