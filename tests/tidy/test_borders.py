@@ -1,0 +1,52 @@
+"""Who may import whom, what is pure, what is light: held here, not by manners."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+
+def run(*command, **more):
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, **more)
+
+
+def modules_after_importing(name):
+    code = f"import sys, {name}; print(*sys.modules)"
+    done = run(sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+def test_import_contracts_hold():
+    done = run(str(BIN / "lint-imports"), "--no-cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["engine.scheduler.scheduler", "kv.block_manager", "kv.prefix_index"])
+def test_the_pure_core_pulls_in_nothing_with_time_randomness_or_io(name):
+    impure = {"torch", "numpy", "asyncio", "anyio", "grpc", "structlog", "random", "threading", "time"}
+    loaded = modules_after_importing(name)
+    # Modules the interpreter itself may load at its start don't count.
+    assert not (impure & (loaded - modules_after_importing("sys")))
+
+
+def test_kernels_package_is_inert():
+    source = (ROOT / "kernels/__init__.py").read_text()
+    assert not [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    assert "__version__" not in source
+    assert not (ROOT / "kernels/triton").exists(), "a folder of that name would shadow the real triton"
+
+
+def test_the_scheduler_reads_no_clock_and_no_randomness():
+    for path in [*(ROOT / "engine/scheduler").glob("*.py"), *(ROOT / "kv").glob("*.py")]:
+        names = {n.id for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Name)}
+        assert not names & {"time", "random", "secrets"}, path
+
+
+def test_the_version_stays_on_the_line_the_kernels_name_was_checked_for():
+    assert 'version = "0.1.' in (ROOT / "pyproject.toml").read_text()
