@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from vorrang.v1 import control_pb2, errors_pb2, generation_pb2, types_pb2
 
 ROOT = Path(__file__).parents[2]

@@ -53,7 +53,9 @@ def test_transformers_imports_beside_the_installed_wheel(wheel, tmp_path):
         "import vorrang.v1.generation_pb2, clients.python, kernels.ops\n"
         "print(home); print(is_kernels_available())"
     )
-    done = subprocess.run([str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(python), "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(site), "False"]
 
@@ -61,5 +63,9 @@ def test_transformers_imports_beside_the_installed_wheel(wheel, tmp_path):
 def test_the_client_needs_no_serving_dependency(wheel):
     metadata = next(n for n in zipfile.ZipFile(wheel).namelist() if n.endswith("METADATA"))
     lines = zipfile.ZipFile(wheel).read(metadata).decode().splitlines()
-    base = {line.split()[1].split(">")[0] for line in lines if line.startswith("Requires-Dist") and "extra" not in line}
+    base = {
+        line.split()[1].split(">")[0]
+        for line in lines
+        if line.startswith("Requires-Dist") and "extra" not in line
+    }
     assert base == {"googleapis-common-protos", "grpcio", "grpcio-status", "protobuf", "rich", "typer"}

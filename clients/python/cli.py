@@ -1,0 +1,208 @@
+"""``vorrangctl``: the command line of the client.
+
+Exit codes: 0 success, 1 the request, the server or the demo failed, 2 wrong
+usage or a refused field, 130 Ctrl-C.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import Coroutine
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from clients.python.chat import Conversation, converse
+from clients.python.client import VorrangClient
+from clients.python.demo import DemoOptions, run_demo
+from clients.python.demo_server import ServerDied
+from clients.python.errors import InvalidRequest, VorrangError
+from clients.python.events import Delta, Result
+from clients.python.request import RequestOptions
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+main = typer.Typer(
+    name="vorrangctl",
+    help="Talk to a Vorrang server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Target = Annotated[
+    str, typer.Option("--target", envvar="VORRANG_TARGET", help="Address of the server, as HOST:PORT.")
+]
+DEFAULT_TARGET = "127.0.0.1:50051"
+PriorityName = Annotated[
+    str | None,
+    typer.Option("--priority", help="interactive, standard, batch or a level -100..100 (low = urgent)."),
+]
+
+
+@main.callback()
+def _root() -> None:
+    """Talk to a Vorrang server."""
+
+
+@main.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
+    target: Target = DEFAULT_TARGET,
+    priority: PriorityName = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a user's message.")] = False,
+    system: Annotated[str, typer.Option(help="System message; implies --chat.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest output, in tokens.")] = None,
+    temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="Likeliest tokens kept; 0 = all.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")] = None,
+    timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
+) -> None:
+    """Generate text; it streams to standard output, what it cost goes to standard error."""
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    chosen: dict[str, Any] = {
+        "priority": priority,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop,
+    }
+    options = RequestOptions(label="vorrangctl generate")
+    options.update({name: value for name, value in chosen.items() if value is not None})  # type: ignore[typeddict-item]
+    if chat or system:
+        turns = [{"role": "system", "content": system}] if system else []
+        options["messages"] = [*turns, {"role": "user", "content": prompt}]
+    _run(_generate(target, None if "messages" in options else prompt, options, timeout))
+
+
+async def _generate(
+    target: str, prompt: str | None, options: RequestOptions, timeout_s: float | None
+) -> None:
+    async with (
+        VorrangClient(target) as client,
+        client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
+    ):
+        async for event in stream:
+            if isinstance(event, Delta):
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        sys.stderr.write(f"{usage_line(await stream.result())}\n")
+
+
+def usage_line(result: Result) -> str:
+    """What a request has cost, on one line."""
+    usage = result.usage
+    parts = [
+        f"{usage.output_tokens} tokens, {result.finish_reason}",
+        f"prompt {usage.prompt_tokens} ({usage.cached_tokens} cached)",
+    ]
+    if result.accepted is not None:
+        parts.append(f"level {result.accepted.level}")
+    if result.ttft_s is not None:
+        parts.append(f"TTFT {result.ttft_s:.3f} s")
+    if result.tpot_s is not None:
+        parts.append(f"{result.tpot_s * 1000:.1f} ms/token")
+    if usage.preemptions:
+        parts.append(f"preempted {usage.preemptions}x, {usage.recomputed_tokens} tokens recomputed")
+    return " | ".join(parts)
+
+
+@main.command()
+def chat(
+    target: Target = DEFAULT_TARGET,
+    priority: Annotated[str, typer.Option(help="Class name or level of the answers.")] = "interactive",
+    system: Annotated[str, typer.Option(help="System message.")] = "",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.7,
+) -> None:
+    """Chat in the terminal and see when an answer waits, is preempted and goes on."""
+    conversation = Conversation(
+        system=system, priority=priority, max_tokens=max_tokens, temperature=temperature
+    )
+    with _expected_failures():
+        converse(target, conversation)
+
+
+@main.command()
+def demo(
+    batch: Annotated[int, typer.Option(min=1, help="Long batch requests; at least as many as seats.")] = 10,
+    interactive: Annotated[int, typer.Option(min=1, help="Short interactive requests.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output of a batch request.")] = 120,
+    seats: Annotated[int, typer.Option(min=1, help="Seats of the server.")] = 4,
+    gap: Annotated[float, typer.Option(min=0.0, help="Seconds between interactive requests.")] = 1.5,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the server.")] = None,
+    kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks of the server.")] = None,
+) -> None:
+    """Start a server and watch urgent requests overtake; then the same without priorities.
+
+    Exits with 0 only if every stream finished, preemption happened, no output was changed by it, and
+    interactive requests saw their first token at least ten times sooner.
+    """
+    try:
+        options = DemoOptions(
+            num_batch=batch,
+            num_interactive=interactive,
+            num_seats=seats,
+            batch_tokens=max_tokens,
+            gap_s=gap,
+            num_threads=threads,
+            num_kv_blocks=kv_blocks,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    # A file or pipe has no width of its own, and 80 columns would cut the tables.
+    held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
+    raise typer.Exit(0 if held else EXIT_FAILED)
+
+
+class _expected_failures:  # noqa: N801  # Reads as a statement where it is used.
+    """Turns failures a user must expect into one line and an exit code."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        match error:
+            case InvalidRequest():
+                details = [f"{v.field}: {v.description}" for v in error.violations]
+                _exit("; ".join(details) or str(error), EXIT_USAGE, error)
+            case VorrangError() | ServerDied():
+                _exit(str(error), EXIT_FAILED, error)
+            case TimeoutError():
+                _exit("took too long", EXIT_FAILED, error)
+            case ValueError():
+                _exit(str(error), EXIT_USAGE, error)
+            case BrokenPipeError():
+                # Whoever read the output has gone; keep the interpreter from trying again at exit.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                raise typer.Exit(EXIT_FAILED) from error
+            case KeyboardInterrupt():
+                _exit("interrupted", EXIT_INTERRUPTED, error)
+            case asyncio.CancelledError():
+                _exit("terminated", EXIT_TERMINATED, error)
+
+
+def _exit(message: str, code: int, error: BaseException) -> None:
+    sys.stderr.write(f"vorrangctl: {message}\n")
+    raise typer.Exit(code) from error
+
+
+def _run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run ``work`` to its end; Ctrl-C cancels it, which cancels its requests on the server."""
+    with _expected_failures():
+        return asyncio.run(work)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The decoder of the Llama family: embedding, layers, final norm, LM head.
+
+One class computes every step. It calls ``kernels.ops`` and never asks which
+implementation runs; it knows nothing of requests, sampling or scheduling.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.models import layers
+from engine.models.config import DecoderConfig
+from engine.models.layers import AttentionInputs, LayerWeights
+from kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderWeights:
+    """All weights of a decoder.
+
+    Attributes:
+        embedding: ``[vocab, hidden]``.
+        layers: one entry a layer.
+        norm: ``[hidden]``, after the last layer.
+        lm_head: ``[vocab, hidden]``; the embedding itself when they are tied.
+    """
+
+    embedding: Tensor
+    layers: tuple[LayerWeights, ...]
+    norm: Tensor
+    lm_head: Tensor
+
+
+class Decoder:
+    """A decoder with its weights.
+
+    Args:
+        config: shape and constants.
+        weights: on one device, in one dtype.
+        num_positions: positions to prepare, at most the longest context that will be served.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, num_positions: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.num_positions = num_positions
+        self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(
+            weights.embedding.device
+        )
+
+    def forward(
+        self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """Compute the step's tokens and store their KV.
+
+        Args:
+            token_ids: ``[T]`` int64.
+            inputs: where the tokens are.
+            keys: the KV pool's keys, one tensor a layer.
+            values: likewise.
+
+        Returns:
+            The residual stream after the last layer, ``[T, hidden]``, not yet normed.
+        """
+        eps = self.config.norm_eps
+        residual = ops.embed(token_ids, self.weights.embedding)
+        branch: Tensor | None = None
+        for layer, k_cache, v_cache in zip(self.weights.layers, keys, values, strict=True):
+            if branch is None:
+                normed = ops.rms_norm(residual, layer.attention_norm, eps)
+            else:
+                normed, residual = ops.add_rms_norm(branch, residual, layer.attention_norm, eps)
+            branch = layers.attention(normed, layer, self.config, inputs, self._rope, k_cache, v_cache)
+            normed, residual = ops.add_rms_norm(branch, residual, layer.mlp_norm, eps)
+            branch = layers.mlp(normed, layer)
+        assert branch is not None
+        return residual + branch
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Final norm and LM head of the rows that sample.
+
+        Args:
+            hidden: ``[T, hidden]`` from ``forward``.
+            rows: ``[R]`` int64.
+
+        Returns:
+            ``[R, vocab]`` float32, contiguous.
+        """
+        normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
+        return ops.linear(normed, self.weights.lm_head).float()

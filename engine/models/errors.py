@@ -1,0 +1,32 @@
+"""Why a model cannot be served. Met at start, by an operator; never by a request."""
+
+
+class ModelLoadError(Exception):
+    """Root of everything that keeps a model from being loaded."""
+
+
+class ModelNotFound(ModelLoadError):
+    """There is no model where one was named."""
+
+
+class UnsupportedModel(ModelLoadError):
+    """The model is well-formed, but of a kind this version cannot compute.
+
+    Args:
+        field: the field of its configuration or metadata that says so.
+        supported: what is supported there.
+        value: what it holds.
+    """
+
+    def __init__(self, field: str, supported: str, value: object) -> None:
+        super().__init__(f"model {field} must be {supported} in this version, got {value!r}")
+        self.field = field
+        self.value = value
+
+
+class InvalidCheckpoint(ModelLoadError):
+    """A file of the model is missing, damaged, or does not match its configuration."""
+
+
+class CacheUnusable(ModelLoadError):
+    """The folder for converted models cannot be written."""

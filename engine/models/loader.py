@@ -1,0 +1,180 @@
+"""Weights from a folder of safetensors files, memory-mapped.
+
+Tensors keep living in the mapped file wherever their dtype and place allow it;
+fused projections are then views across neighbours in the file, which is how
+``engine.models.gguf`` writes them.
+"""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from engine.models.config import DecoderConfig, read_json
+from engine.models.decoder import DecoderWeights
+from engine.models.errors import InvalidCheckpoint
+from engine.models.layers import LayerWeights, Projection
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+    """Read the weights of ``config`` from ``folder``.
+
+    Raises:
+        InvalidCheckpoint: a file is missing or damaged, or a tensor is missing,
+            unknown or of another shape than the configuration says.
+    """
+    source = _TensorSource(folder, dtype)
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    embedding = source.take("model.embed_tokens.weight", (config.vocab_size, hidden))
+    decoder_layers = []
+    for index in range(config.num_layers):
+        layer = f"model.layers.{index}"
+        decoder_layers.append(
+            LayerWeights(
+                attention_norm=source.take(f"{layer}.input_layernorm.weight", (hidden,)),
+                qkv=source.project(
+                    f"{layer}.self_attn",
+                    {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
+                    hidden,
+                    config.attention_bias,
+                ),
+                attention_out=source.project(
+                    f"{layer}.self_attn", {"o_proj": hidden}, q_size, config.attention_bias
+                ),
+                mlp_norm=source.take(f"{layer}.post_attention_layernorm.weight", (hidden,)),
+                gate_up=source.project(
+                    f"{layer}.mlp",
+                    {"gate_proj": intermediate, "up_proj": intermediate},
+                    hidden,
+                    config.mlp_bias,
+                ),
+                down=source.project(f"{layer}.mlp", {"down_proj": hidden}, intermediate, config.mlp_bias),
+            )
+        )
+    norm = source.take("model.norm.weight", (hidden,))
+    if config.tie_embeddings:
+        source.ignore("lm_head.weight")
+        lm_head = embedding
+    else:
+        lm_head = source.take("lm_head.weight", (config.vocab_size, hidden))
+    source.check_all_taken()
+    return DecoderWeights(embedding, tuple(decoder_layers), norm, lm_head)
+
+
+class _MappedFile:
+    """One safetensors file in memory; its tensors share one storage.
+
+    The library checks the file; only where a tensor lies is read here, because
+    the library gives every tensor a storage of its own, which cannot be fused.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._checked: Any = safe_open(path, framework="pt", device="cpu")
+            with path.open("rb") as file:
+                header_bytes = int.from_bytes(file.read(8), "little")
+                header: dict[str, Any] = json.loads(file.read(header_bytes))
+            self._bytes = torch.from_file(
+                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
+            )
+        except (SafetensorError, OSError) as error:
+            raise InvalidCheckpoint(f"{path} is no readable safetensors file: {error}") from error
+        self._data_start = 8 + header_bytes
+        self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """Names of its tensors."""
+        return self._entries
+
+    def tensor(self, name: str) -> Tensor:
+        """A view into the file, or a copy where its place does not suit its type."""
+        entry = self._entries[name]
+        dtype = _DTYPES.get(entry["dtype"])
+        begin, end = (self._data_start + offset for offset in entry["data_offsets"])
+        if dtype is None or begin % dtype.itemsize:
+            copied: Tensor = self._checked.get_tensor(name)
+            return copied
+        return self._bytes[begin:end].view(dtype).view(entry["shape"])
+
+
+class _TensorSource:
+    """The tensors of a folder by name; each should be taken once."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._files: dict[str, _MappedFile] = {}
+        for path in _weight_files(folder):
+            file = _MappedFile(path)
+            self._files |= dict.fromkeys(file.names, file)
+        self._left = {name for name in self._files if not name.endswith(".rotary_emb.inv_freq")}
+
+    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name``, in the wanted dtype; in the mapped file when it has it already."""
+        if name not in self._files:
+            raise InvalidCheckpoint(f"tensor {name} is missing")
+        tensor = self._files[name].tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise InvalidCheckpoint(f"tensor {name} must have shape {list(shape)}, got {list(tensor.shape)}")
+        if not tensor.is_floating_point():
+            raise InvalidCheckpoint(f"tensor {name} must be of a floating point type, got {tensor.dtype}")
+        self._left.discard(name)
+        return tensor.to(self._dtype)
+
+    def project(self, prefix: str, rows: dict[str, int], columns: int, bias: bool) -> Projection:
+        """The linear layers ``rows`` (name to number of rows), fused along the rows."""
+        weights = [self.take(f"{prefix}.{name}.weight", (count, columns)) for name, count in rows.items()]
+        if not bias:
+            return Projection(_join(weights))
+        biases = [self.take(f"{prefix}.{name}.bias", (count,)) for name, count in rows.items()]
+        return Projection(_join(weights), _join(biases))
+
+    def ignore(self, name: str) -> None:
+        """Do not mind ``name``."""
+        self._left.discard(name)
+
+    def check_all_taken(self) -> None:
+        """Raise InvalidCheckpoint if a tensor was left over: the model would not be what it seems."""
+        if self._left:
+            raise InvalidCheckpoint(f"tensor {min(self._left)} is not part of this architecture")
+
+
+def _weight_files(folder: Path) -> Iterable[Path]:
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    if not (folder / INDEX_FILE).is_file():
+        raise InvalidCheckpoint(f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}")
+    shards = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise InvalidCheckpoint(f"{folder / INDEX_FILE} must hold a weight_map")
+    paths = [folder / name for name in sorted(set(shards.values()))]
+    for path in paths:
+        if path.resolve().parent != folder.resolve():
+            raise InvalidCheckpoint(f"{INDEX_FILE} must name files of its own folder, got {path}")
+        if not path.is_file():
+            raise InvalidCheckpoint(f"shard {path.name} is missing in {folder}")
+    return paths
+
+
+def _join(tensors: list[Tensor]) -> Tensor:
+    """Stack along the rows: a view if they are neighbours in one mapped file, a copy if not."""
+    first = tensors[0]
+    end = first.storage_offset()
+    storage = first.untyped_storage().data_ptr()
+    for tensor in tensors:
+        neighbour = tensor.untyped_storage().data_ptr() == storage and tensor.storage_offset() == end
+        if not (neighbour and tensor.is_contiguous()):
+            return torch.cat(tensors)
+        end += tensor.numel()
+    rows = sum(tensor.shape[0] for tensor in tensors)
+    return first.as_strided((rows, *first.shape[1:]), first.stride())

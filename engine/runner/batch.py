@@ -1,0 +1,94 @@
+"""A plan as flat tensors: what the model reads, in which rows it samples, and how."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from engine.models.layers import AttentionInputs
+from engine.request import RequestId
+from engine.scheduler.plan import Grant, Plan
+from kernels.ops import SamplingInputs
+
+Int64Array = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Inputs of one step with ``T`` tokens of ``S`` requests, of which ``R`` sample.
+
+    Attributes:
+        request_ids: the S requests, in order of their tokens.
+        token_ids: ``[T]`` int64.
+        attention: where the tokens are.
+        sampling_ids: the R requests that sample, in order.
+        sample_rows: ``[R]`` int64, the token whose logits each of them samples from.
+        sampling: how.
+    """
+
+    request_ids: tuple[RequestId, ...]
+    token_ids: torch.Tensor
+    attention: AttentionInputs
+    sampling_ids: tuple[RequestId, ...]
+    sample_rows: torch.Tensor
+    sampling: SamplingInputs
+
+
+def build_batch(plan: Plan, block_size: int) -> Batch:
+    """Lay out the grants of ``plan`` one after the other, without padding. CPU tensors.
+
+    Invariant: ``plan`` has at least one grant, and every grant at least one token.
+    """
+    grants = plan.grants
+    counts = np.array([len(grant.token_ids) for grant in grants], dtype=np.int64)
+    starts = np.array([grant.start for grant in grants], dtype=np.int64)
+    query_start = np.zeros(len(grants) + 1, dtype=np.int64)
+    np.cumsum(counts, out=query_start[1:])
+    context_lens = starts + counts
+    token_ids = np.concatenate([np.asarray(grant.token_ids, dtype=np.int64) for grant in grants])
+    # Position of each token: its place in the flat order, moved by where its request starts.
+    positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(starts - query_start[:-1], counts)
+    tables = _block_tables(grants, -(-context_lens // block_size))
+    owners = np.repeat(np.arange(len(grants)), counts)
+    slots = tables[owners, positions // block_size] * block_size + positions % block_size
+    sampling = [(row, grant) for row, grant in enumerate(grants) if grant.output_index is not None]
+    return Batch(
+        request_ids=tuple(grant.request_id for grant in grants),
+        token_ids=torch.from_numpy(token_ids),
+        attention=AttentionInputs(
+            positions=torch.from_numpy(positions),
+            slots=torch.from_numpy(slots),
+            block_tables=torch.from_numpy(tables),
+            query_start=torch.from_numpy(query_start),
+            context_lens=torch.from_numpy(context_lens),
+        ),
+        sampling_ids=tuple(grant.request_id for _, grant in sampling),
+        sample_rows=torch.tensor([query_start[row + 1] - 1 for row, _ in sampling], dtype=torch.int64),
+        sampling=_sampling_inputs([grant for _, grant in sampling]),
+    )
+
+
+def _block_tables(grants: Sequence[Grant], num_blocks: Int64Array) -> Int64Array:
+    """``[S, max_blocks]``; no more of each table than its context needs, 0 after it."""
+    tables = np.zeros((len(grants), int(num_blocks.max())), dtype=np.int64)
+    for row, (grant, count) in enumerate(zip(grants, num_blocks.tolist(), strict=True)):
+        tables[row, :count] = grant.block_table[:count]
+    return tables
+
+
+def _sampling_inputs(grants: Sequence[Grant]) -> SamplingInputs:
+    params = [grant.sampling for grant in grants]
+    banned = [(row, token_id) for row, grant in enumerate(grants) for token_id in grant.banned_token_ids]
+    seeds = np.array([param.seed for param in params], dtype=np.uint64)
+    return SamplingInputs(
+        temperature=torch.tensor([param.temperature for param in params], dtype=torch.float64),
+        top_k=torch.tensor([param.top_k for param in params], dtype=torch.int64),
+        top_p=torch.tensor([param.top_p for param in params], dtype=torch.float64),
+        min_p=torch.tensor([param.min_p for param in params], dtype=torch.float64),
+        seed=torch.from_numpy(seeds.view(np.int64)),
+        output_index=torch.tensor([grant.output_index for grant in grants], dtype=torch.int64),
+        banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
+        banned_ids=torch.tensor([token_id for _, token_id in banned], dtype=torch.int64),
+    )

@@ -1,0 +1,68 @@
+"""A runner in this process: one dedicated thread computes, the event loop awaits."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.runner.base import ModelInfo, PoolShape, StepModel
+from engine.scheduler.plan import Plan, StepResult
+
+
+class InlineRunner:
+    """Runs a ``StepModel`` on a thread of its own, off the event loop.
+
+    Steps are computed one at a time, in the order of the calls, always by the
+    same thread.
+
+    Args:
+        model: what computes.
+    """
+
+    def __init__(self, model: StepModel) -> None:
+        self._model = model
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-step")
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._model.info
+
+    @property
+    def pool(self) -> PoolShape:
+        """Size of the KV pool."""
+        return self._model.pool
+
+    async def execute(self, plan: Plan) -> StepResult:
+        """Compute every grant of ``plan`` off the event loop.
+
+        Raises:
+            RuntimeError: the runner is closed.
+            Exception: whatever the model raised; the whole step failed.
+
+        Cancellation: returns only after the computation in flight has ended,
+        however often it is cancelled; the result is lost. A step that has not
+        begun is computed nevertheless.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._executor, self._model.run, plan)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            await _settle(future)
+            raise
+
+    async def close(self) -> None:
+        """Wait for the step in flight and end the thread. May be called twice.
+
+        Cancellation: returns at once; the thread ends after the step in flight.
+        """
+        await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+
+async def _settle(future: asyncio.Future[StepResult]) -> None:
+    """Wait until ``future`` is done, through any number of cancellations, and drop what it brings."""
+    while not future.done():
+        try:
+            await asyncio.wait([future])
+        except asyncio.CancelledError:
+            continue
+    if not future.cancelled():
+        future.exception()  # marks it as seen; the cancellation that is raised matters more

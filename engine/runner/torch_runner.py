@@ -1,0 +1,125 @@
+"""The real model behind the runner's border: a plan in, sampled tokens out.
+
+Decides nothing. Runs on the thread that calls it, one plan at a time.
+"""
+
+import secrets
+import threading
+from collections.abc import Iterable
+
+import structlog
+import torch
+from torch import Tensor
+
+from engine.errors import InternalError, VorrangError
+from engine.models.decoder import Decoder
+from engine.request import RequestId
+from engine.runner.base import ModelInfo, PoolShape
+from engine.runner.batch import Batch, build_batch
+from engine.sampling import SamplingParams
+from engine.scheduler.plan import Grant, Plan, StepResult
+from kernels import ops
+from kv.pool import KvPool
+
+log = structlog.get_logger(__name__)
+
+
+class TorchModel:
+    """A decoder with its KV pool, as a ``StepModel``.
+
+    Args:
+        info: what is served.
+        decoder: the model.
+        pool: its KV pool, on the decoder's device.
+        num_threads: threads of one operation; None leaves torch's choice.
+    """
+
+    def __init__(
+        self, info: ModelInfo, decoder: Decoder, pool: KvPool, *, num_threads: int | None = None
+    ) -> None:
+        self._info = info
+        self._decoder = decoder
+        self._kv = pool
+        self._num_threads = num_threads
+        self._thread: int | None = None
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    @property
+    def pool(self) -> PoolShape:
+        """Size of the KV pool."""
+        return PoolShape(self._kv.num_blocks, self._kv.block_size)
+
+    def warm_up(self) -> None:
+        """Compute one token into block 0, so that the first request finds weights and code in memory.
+
+        Call before block 0 is given to anybody.
+        """
+        grant = Grant(RequestId("warm-up"), 0, [0], [0], 0, SamplingParams(temperature=0.0))
+        self.run(Plan(step=0, grants=(grant,)))
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute every grant of ``plan``.
+
+        A request fails alone, with ``InternalError``, when its hidden states or
+        logits are not finite, or when it holds an id outside the vocabulary.
+        """
+        if not plan.grants:
+            return StepResult({})
+        self._set_threads()
+        batch = build_batch(plan, self._kv.block_size)
+        with torch.inference_mode():
+            return self._run(plan, batch)
+
+    def _run(self, plan: Plan, batch: Batch) -> StepResult:
+        vocab_size = self._info.vocab_size
+        strange = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
+        token_ids = batch.token_ids.masked_fill(strange, 0)
+        hidden = self._decoder.forward(token_ids, batch.attention, self._kv.keys, self._kv.values)
+        failures: dict[RequestId, VorrangError] = {}
+        broken = strange | ~hidden.sum(dim=-1).isfinite()
+        if bool(broken.any()):
+            failed_ids = _owners(broken, batch)
+            self._fail(plan, failed_ids, "hidden states are not finite or ids are unknown", failures)
+        if not batch.sampling_ids:
+            return StepResult({}, failures)
+        logits = self._decoder.logits(hidden, batch.sample_rows)
+        chosen = ops.sample(logits, batch.sampling)
+        if bool(chosen.failed.any()):
+            rows = chosen.failed.nonzero().flatten().tolist()
+            self._fail(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
+        sampled = dict(zip(batch.sampling_ids, chosen.token_ids.tolist(), strict=True))
+        return StepResult({key: token for key, token in sampled.items() if key not in failures}, failures)
+
+    def _set_threads(self) -> None:
+        """OpenMP keeps the number of threads per calling thread, so set it in each that calls."""
+        if self._num_threads is not None and self._thread != threading.get_ident():
+            self._thread = threading.get_ident()
+            torch.set_num_threads(self._num_threads)
+
+    @staticmethod
+    def _fail(
+        plan: Plan, request_ids: Iterable[RequestId], cause: str, failures: dict[RequestId, VorrangError]
+    ) -> None:
+        for request_id in request_ids:
+            if request_id in failures:
+                continue
+            incident_id = secrets.token_hex(8)
+            log.error(
+                "runner.row_failed",
+                incident_id=incident_id,
+                request_id=request_id,
+                step=plan.step,
+                cause=cause,
+            )
+            failures[request_id] = InternalError(incident_id)
+
+
+def _owners(tokens: Tensor, batch: Batch) -> list[RequestId]:
+    """Requests that own any of the marked tokens; ``tokens`` is ``[T]`` bool."""
+    marked = tokens.nonzero().flatten()
+    rows = torch.searchsorted(batch.attention.query_start, marked, right=True) - 1
+    return [batch.request_ids[row] for row in sorted(set(rows.tolist()))]

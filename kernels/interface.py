@@ -1,0 +1,115 @@
+"""What an implementation of the operations must offer, and the types that cross that border.
+
+Shapes use the flat, padding-free layout of one step: ``T`` tokens of ``S``
+requests, request ``s`` owning tokens ``query_start[s] .. query_start[s + 1]``;
+``R`` rows sample. Knows no implementation.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingInputs:
+    """How each of ``R`` rows chooses its token. One entry a row, on any device.
+
+    Attributes:
+        temperature: ``[R]`` float64; 0 = the exact argmax.
+        top_k: ``[R]`` int64; 0 = off.
+        top_p: ``[R]`` float64; 1 = off.
+        min_p: ``[R]`` float64; 0 = off.
+        seed: ``[R]`` int64, an unsigned 64-bit seed as two's complement.
+        output_index: ``[R]`` int64, index of the sampled token in its output.
+        banned_rows: ``[B]`` int64, row of each banned pair.
+        banned_ids: ``[B]`` int64, token id of each banned pair.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seed: Tensor
+    output_index: Tensor
+    banned_rows: Tensor
+    banned_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What ``R`` rows chose.
+
+    Attributes:
+        token_ids: ``[R]`` int64; without meaning where ``failed``.
+        failed: ``[R]`` bool; the row's logits were not finite, or every id was banned.
+    """
+
+    token_ids: Tensor
+    failed: Tensor
+
+
+class Implementation(Protocol):
+    """One implementation of every operation; ``kernels.ops`` documents each of them.
+
+    A module whose functions have these names and signatures is one.
+    """
+
+    def kv_cache_shapes(
+        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """See ``kernels.ops.kv_cache_shapes``."""
+        ...
+
+    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+        """See ``kernels.ops.embed``."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See ``kernels.ops.rms_norm``."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """See ``kernels.ops.add_rms_norm``."""
+        ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See ``kernels.ops.linear``."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``kernels.ops.silu_mul``."""
+        ...
+
+    def rotary_write_kv(
+        self,
+        qkv: Tensor,
+        rope: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+    ) -> Tensor:
+        """See ``kernels.ops.rotary_write_kv``."""
+        ...
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        block_tables: Tensor,
+        query_start: Tensor,
+        context_lens: Tensor,
+        scale: float,
+    ) -> Tensor:
+        """See ``kernels.ops.paged_attention``."""
+        ...
+
+    def gather_last(self, x: Tensor, rows: Tensor) -> Tensor:
+        """See ``kernels.ops.gather_last``."""
+        ...
+
+    def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:
+        """See ``kernels.ops.sample``."""
+        ...

@@ -1,0 +1,167 @@
+"""The operations a model is made of. Public and typed; which implementation runs is the registry's business.
+
+Layout: flat and padding-free. A step computes ``T`` tokens of ``S`` requests;
+request ``s`` owns the tokens ``query_start[s] .. query_start[s + 1]``. A *slot*
+is a token's place in the KV cache, ``block * block_size + offset``. ``Hq`` and
+``Hkv`` count query and KV heads, ``D`` is the size of one head.
+"""
+
+from torch import Tensor
+
+from kernels import registry
+from kernels.interface import Sampled, SamplingInputs
+
+__all__ = [
+    "Sampled",
+    "SamplingInputs",
+    "add_rms_norm",
+    "embed",
+    "gather_last",
+    "kv_cache_shapes",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_write_kv",
+    "sample",
+    "silu_mul",
+]
+
+
+def kv_cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of one layer's K and V cache; the layout inside belongs to the implementation.
+
+    Invariant: both hold ``num_blocks * block_size * num_kv_heads * head_dim`` elements.
+    """
+    return registry.active().kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
+
+
+def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of the embedding: ``[T]`` int64 and ``[vocab, hidden]`` to ``[T, hidden]``."""
+    return registry.active().embed(token_ids, weight)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, float32 inside.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+
+    Args:
+        x: ``[T, hidden]``.
+        weight: ``[hidden]``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[T, hidden]``, a new tensor.
+    """
+    return registry.active().rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``s = x + residual``; returns ``(rms_norm(s), s)``, both ``[T, hidden]``.
+
+    ``x`` and ``residual`` may be overwritten; use neither afterwards.
+    """
+    return registry.active().add_rms_norm(x, residual, weight, eps)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``: ``[T, n_in]`` and ``[n_out, n_in]`` to ``[T, n_out]``."""
+    return registry.active().linear(x, weight, bias)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Gated activation: ``[T, 2 * n]``, gate then up, to ``silu(gate) * up`` of ``[T, n]``.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU).
+    """
+    return registry.active().silu_mul(gate_up)
+
+
+def rotary_write_kv(
+    qkv: Tensor, rope: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Rotate q and k by their positions, then store k and v in their slots.
+
+    The pair ``(x[i], x[i + D/2])`` turns by the angle of ``i``: with ``c, s`` the
+    cosine and sine, ``x[i] * c - x[i + D/2] * s`` and ``x[i + D/2] * c + x[i] * s``.
+    Source: Su et al., "RoFormer", 2021, in the half-split order of Llama
+    checkpoints of Hugging Face.
+
+    Args:
+        qkv: ``[T, Hq + 2 * Hkv, D]``, query heads, then key heads, then value heads.
+        rope: ``[max_positions, D]`` float32, ``D/2`` cosines, then ``D/2`` sines.
+        positions: ``[T]`` int64, position of each token in its request.
+        slots: ``[T]`` int64, where each token's KV goes.
+        k_cache: one layer's keys, written in place.
+        v_cache: one layer's values, written in place.
+
+    Returns:
+        The rotated queries, ``[T, Hq, D]``.
+    """
+    return registry.active().rotary_write_kv(qkv, rope, positions, slots, k_cache, v_cache)
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Causal attention of each request's newest tokens over all its KV so far.
+
+    One operation serves decodes (one token), prefill chunks and mixed batches:
+    the tokens of request ``s`` are the last of its ``context_lens[s]`` tokens,
+    and each sees itself and everything before. Query head ``h`` reads KV head
+    ``h // (Hq / Hkv)``. Slots past a request's context are never read, whatever
+    they hold. Source of the block tables: Kwon et al., "Efficient Memory
+    Management for Large Language Model Serving with PagedAttention", 2023.
+
+    Args:
+        q: ``[T, Hq, D]``, rotated.
+        k_cache: one layer's keys, the granted tokens' included.
+        v_cache: one layer's values, likewise.
+        block_tables: ``[S, max_blocks]`` int64; entries past the context are not read.
+        query_start: ``[S + 1]`` int64, from 0 to T, strictly increasing.
+        context_lens: ``[S]`` int64, tokens with KV, the granted ones included.
+        scale: multiplies the scores, usually ``D ** -0.5``.
+
+    Returns:
+        ``[T, Hq, D]``.
+    """
+    return registry.active().paged_attention(
+        q, k_cache, v_cache, block_tables, query_start, context_lens, scale
+    )
+
+
+def gather_last(x: Tensor, rows: Tensor) -> Tensor:
+    """The rows that sample: ``[T, hidden]`` and ``[R]`` int64 to ``[R, hidden]``."""
+    return registry.active().gather_last(x, rows)
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
+    """Choose a token for each row.
+
+    In this order: banned ids leave; logits are divided by the temperature; the
+    ``top_k`` likeliest stay; of those the smallest set of likeliest whose mass
+    reaches ``top_p``; of those the ones with at least ``min_p`` times the
+    likeliest one's probability; then the argmax of logit + Gumbel noise, a draw
+    from the softmax (Gumbel 1954; Maddison et al., "A* Sampling", 2014). Equal
+    logits rank by id, the lowest first. Temperature 0 is the argmax of the
+    logits, the lowest id on ties.
+
+    Invariant: a row's choice depends on its logits, its parameters and
+    (seed, output index) alone, never on the other rows.
+
+    Args:
+        logits: ``[R, vocab]`` float32. May be overwritten.
+        inputs: one entry a row.
+
+    Returns:
+        One id a row, and which rows failed.
+    """
+    return registry.active().sample(logits, inputs)

@@ -1,0 +1,156 @@
+"""Every operation in plain torch, float32, on any device.
+
+The oracle of the other implementations' tests and what runs where they cannot.
+KV caches are ``[num_blocks, block_size, num_kv_heads, head_dim]``.
+"""
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from kernels.sampling import sample
+
+__all__ = [
+    "add_rms_norm",
+    "embed",
+    "gather_last",
+    "kv_cache_shapes",
+    "linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_write_kv",
+    "sample",
+    "silu_mul",
+]
+
+#: Up to this many rows the weight is split into one part per thread and multiplied from the left: the
+#: BLAS of torch gives a matrix times one vector, or a few, to a single thread, and a batch of them to all.
+SPLIT_ROWS_MAX = 96
+
+#: Queries of one request whose scores exist at the same time; bounds memory and skips most of what
+#: the causal mask hides.
+QUERY_TILE_TOKENS = 128
+
+
+def kv_cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """K and V alike: one row of heads per token."""
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    return shape, shape
+
+
+def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of ``weight``."""
+    return weight.index_select(0, token_ids)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm over the last dimension."""
+    wide = x.float()
+    scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+    return (wide * scale).to(x.dtype).mul_(weight)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual add, then norm. The sum lands in ``residual``."""
+    residual.add_(x)
+    return rms_norm(residual, weight, eps), residual
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Matrix product with the transposed weight, plus the bias."""
+    num_rows, num_outputs = x.shape[0], weight.shape[0]
+    parts = max(2, torch.get_num_threads())
+    if (
+        x.device.type != "cpu"
+        or num_rows > SPLIT_ROWS_MAX
+        or num_outputs % parts
+        or not weight.is_contiguous()
+    ):
+        return F.linear(x, weight, bias)
+    split = weight.view(parts, num_outputs // parts, -1)
+    out = torch.bmm(split, x.t().expand(parts, -1, num_rows)).view(num_outputs, num_rows).t().contiguous()
+    return out if bias is None else out.add_(bias)
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Silu of the first half times the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def rotary_write_kv(
+    qkv: Tensor, rope: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Rotate q and k together, scatter k and v."""
+    num_kv_heads, head_dim = k_cache.shape[-2:]
+    half = head_dim // 2
+    num_q_heads = qkv.shape[1] - 2 * num_kv_heads
+    angles = rope.index_select(0, positions).unsqueeze(1)
+    cos, sin = angles[..., :half], angles[..., half:]
+    both = qkv[:, : num_q_heads + num_kv_heads]
+    first, second = both[..., :half], both[..., half:]
+    rotated = torch.empty(both.shape, dtype=qkv.dtype, device=qkv.device)
+    torch.mul(first, cos, out=rotated[..., :half]).addcmul_(second, sin, value=-1)
+    torch.mul(second, cos, out=rotated[..., half:]).addcmul_(first, sin)
+    k_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, rotated[:, num_q_heads:])
+    v_cache.view(-1, num_kv_heads, head_dim).index_copy_(0, slots, qkv[:, num_q_heads + num_kv_heads :])
+    return rotated[:, :num_q_heads]
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+) -> Tensor:
+    """Request by request: gather its blocks, then plain attention. One request's KV exists at a time."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    group = q.shape[1] // num_kv_heads
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    starts = query_start.tolist()
+    scaled = (q * scale).view(q.shape[0], num_kv_heads, group, head_dim)
+    for index, context in enumerate(context_lens.tolist()):
+        blocks = block_tables[index, : -(-context // block_size)]
+        keys = k_cache.index_select(0, blocks).view(-1, num_kv_heads, head_dim)[:context].permute(1, 2, 0)
+        values = v_cache.index_select(0, blocks).view(-1, num_kv_heads, head_dim)[:context].transpose(0, 1)
+        begin, end = starts[index], starts[index + 1]
+        if end - begin == 1:
+            weights = torch.bmm(scaled[begin], keys).softmax(dim=-1)
+            out[begin] = torch.bmm(weights, values).view(-1, head_dim)
+        else:
+            _attend_chunk(scaled[begin:end], keys, values, out[begin:end])
+    return out
+
+
+def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+    """Causal attention of the last ``n`` of ``context`` tokens.
+
+    Args:
+        q: ``[n, Hkv, group, D]``, scaled.
+        keys: ``[Hkv, D, context]``.
+        values: ``[Hkv, context, D]``.
+        out: ``[n, Hq, D]``, written.
+    """
+    num_queries, num_kv_heads, group, head_dim = q.shape
+    before = keys.shape[2] - num_queries
+    for begin in range(0, num_queries, QUERY_TILE_TOKENS):
+        end = min(begin + QUERY_TILE_TOKENS, num_queries)
+        rows, seen = end - begin, before + end
+        tile = q[begin:end].permute(1, 2, 0, 3).reshape(num_kv_heads, group * rows, head_dim)
+        scores = torch.bmm(tile, keys[:, :, :seen]).view(num_kv_heads, group, rows, seen)
+        # Only the tile's own square on the diagonal holds anything hidden.
+        hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
+        scores[..., before + begin :].masked_fill_(hidden, float("-inf"))
+        weights = scores.softmax(dim=-1).view(num_kv_heads, group * rows, seen)
+        mixed = torch.bmm(weights, values[:, :seen]).view(num_kv_heads, group, rows, head_dim)
+        out[begin:end] = mixed.permute(2, 0, 1, 3).reshape(rows, num_kv_heads * group, head_dim)
+
+
+def gather_last(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``x``."""
+    return x.index_select(0, rows)

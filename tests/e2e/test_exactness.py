@@ -1,0 +1,171 @@
+"""Being batched, chunked, preempted or resumed changes no token of the real model."""
+
+import asyncio
+import functools
+
+import pytest
+import torch
+
+from engine.events import Delta, Finished, Preempted, TokensSampled
+from engine.loop import Engine
+from engine.request import RequestId, RequestSpec, RequestStatus
+from engine.runner.base import PoolShape
+from engine.runner.inline import InlineRunner
+from engine.sampling import SamplingParams
+from engine.scheduler.commands import Preempt
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from engine.text import ChatMessage
+from kv.block_manager import BlockManager
+from tests.support.models import default_model, reference_model
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+QUESTIONS = [
+    "Hi!",
+    "What is the capital of France?",
+    "Name three colours.",
+    "Write a haiku about the sea.",
+    "How many days are there in 2024, and why is it not 365?",
+    "Explain in one sentence what a compiler does.",
+    "Translate 'good morning' into Spanish.",
+    "List the first ten prime numbers.",
+    "Why is the sky blue? Answer for a child of seven.",
+    "Give me a recipe for pancakes with 2 eggs, 250 ml of milk and 150 g of flour.",
+    "What is the difference between a virus and a bacterium?",
+    "Who wrote 'Don Quixote'?",
+    "Write a short story about a lighthouse keeper who has not seen a ship for a year.",
+    "Is 91 a prime number? Show how you know.",
+    "Summarise: the quick brown fox jumps over the lazy dog, again and again, until the dog moves away.",
+    "Suggest a name for a black cat.",
+    "What should I see in Vienna in two days? I like music, old books, coffee houses and long walks.",
+    "Count from 1 to 12.",
+    "Write a polite e-mail that moves a meeting from Tuesday at 10:30 to Thursday at 16:45, and say sorry.",
+    "Describe the water cycle step by step, from the ocean to the clouds, the rain, the rivers and back "
+    "again; then say in two sentences how forests, cities and dams change it, and give one example of each.",
+]
+NUM_TOKENS = 20
+
+
+@functools.cache
+def prompts() -> list[list[int]]:
+    encode = default_model().tokenizer.encode_chat
+    return [encode([ChatMessage("user", question)]) for question in QUESTIONS]
+
+
+@functools.cache
+def reference() -> list[list[int]]:
+    """What transformers' ``generate`` says, up to and with the end token."""
+    model = reference_model(default_model().folder)
+    longest = max(map(len, prompts()))
+    padded = torch.tensor([[0] * (longest - len(p)) + p for p in prompts()])
+    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts()])
+    with torch.inference_mode():
+        out = model.generate(
+            padded, attention_mask=mask, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=0
+        )
+    eos = default_model().info.eos_token_ids
+    rows = [row[longest:].tolist() for row in out]
+    return [next((row[: i + 1] for i, t in enumerate(row) if t in eos), row) for row in rows]
+
+
+class SmallPool(InlineRunner):
+    """The shared model with fewer blocks than it has."""
+
+    def __init__(self, num_blocks: int) -> None:
+        super().__init__(default_model().model)
+        self._num_blocks = num_blocks
+
+    @property
+    def pool(self) -> PoolShape:
+        return PoolShape(self._num_blocks, super().pool.block_size)
+
+
+async def generate(engine: Engine, index: int, level: int) -> list:
+    spec = RequestSpec(
+        RequestId(f"r{index}"),
+        tuple(prompts()[index]),
+        SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS),
+        level,
+        engine.info.eos_token_ids,
+    )
+    return [event async for event in engine.submit(spec).events()]
+
+
+def tokens_of(events: list) -> list[int]:
+    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
+
+
+@pytest.mark.asyncio
+async def test_greedy_output_alone_equals_transformers_generate():
+    engine = Engine(SmallPool(512), default_model().tokenizer, SchedulerConfig(), check_integrity=True)
+    async with asyncio.TaskGroup() as group:
+        loop = group.create_task(engine.run())
+        for index in range(len(QUESTIONS)):
+            events = await generate(engine, index, 0)
+            assert tokens_of(events) == reference()[index], QUESTIONS[index]
+        loop.cancel()
+
+
+@pytest.mark.asyncio
+async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():
+    config = SchedulerConfig(max_running_requests=8, max_step_tokens=48, max_chunk_tokens=16)
+    engine = Engine(SmallPool(16), default_model().tokenizer, config, check_integrity=True)
+    async with asyncio.TaskGroup() as group:
+        loop = group.create_task(engine.run())
+        tasks = [
+            group.create_task(generate(engine, index, [10, 0, -10][index % 3]))
+            for index in range(len(QUESTIONS))
+        ]
+        outputs = await asyncio.gather(*tasks)
+        loop.cancel()
+    for index, events in enumerate(outputs):
+        assert tokens_of(events) == reference()[index], QUESTIONS[index]
+        text = "".join(event.text for event in events if isinstance(event, Delta))
+        assert text == default_model().tokenizer.decode(reference()[index])
+        assert isinstance(events[-1], Finished)
+    num_preemptions = sum(isinstance(event, Preempted) for events in outputs for event in events)
+    assert num_preemptions >= 5, "the pool was not small enough to mean anything"
+
+
+def run_preempted(
+    sampling: SamplingParams, every: dict[str, int], *, prefix_cache: bool
+) -> dict[str, list[int]]:
+    """Run one request per entry, preempting it after every ``every[name]``-th output token (0 = never)."""
+    model = default_model().model
+    config = SchedulerConfig(max_running_requests=64, max_step_tokens=512, max_chunk_tokens=64)
+    blocks = BlockManager(model.pool.num_blocks, model.pool.block_size, enable_prefix_cache=prefix_cache)
+    scheduler = Scheduler(config, blocks)
+    prompt = tuple(default_model().tokenizer.encode("The old harbour"))
+    requests = [scheduler.submit(RequestSpec(RequestId(name), prompt, sampling), 0.0) for name in every]
+    outputs: dict[str, list[int]] = {name: [] for name in every}
+    while scheduler.has_requests:
+        plan = scheduler.plan(0.0)
+        for event in scheduler.commit(plan, model.run(plan), 0.0):
+            if isinstance(event, TokensSampled):
+                outputs[event.request_id].extend(event.token_ids)
+        scheduler.check_integrity()
+        for request in requests:
+            k, done = every[request.request_id], request.num_output_tokens
+            if k and request.status is RequestStatus.RUNNING and done == (request.num_preemptions + 1) * k:
+                scheduler.apply(Preempt(request.request_id), 0.0)
+    for request in requests:
+        k = every[request.request_id]
+        assert request.num_preemptions == (40 // k if k else 0)
+    return outputs
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prefix_cache"),
+    [
+        (SamplingParams(temperature=0.0, max_tokens=41), False),
+        (SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=2026, max_tokens=41), True),
+    ],
+    ids=["greedy, recomputed from nothing", "seeded, recomputed from its own cached blocks"],
+)
+def test_a_preemption_after_every_kth_token_changes_no_token(sampling, prefix_cache):
+    every = {"undisturbed": 0} | {f"k={k}": k for k in range(1, 41)}
+    outputs = run_preempted(sampling, every, prefix_cache=prefix_cache)
+    assert len(outputs["undisturbed"]) == 41
+    for name, tokens in outputs.items():
+        assert tokens == outputs["undisturbed"], name
