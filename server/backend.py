@@ -1,0 +1,244 @@
+"""What every call shares: the engine once it is there, limits, and the register of live calls.
+
+The one place where a valid draft becomes a request of the engine. Knows wire
+messages only as far as limits are announced in them.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import structlog
+
+from engine.errors import Draining
+from engine.handle import RequestHandle
+from engine.loop import Engine
+from engine.request import FinishReason, RequestId, RequestSpec
+from engine.runner.base import ModelInfo
+from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from server import convert
+from server.convert import Draft
+from server.errors import EngineStarting
+from server.metadata import MAX_REQUEST_ID_BYTES
+from server.settings import ServerSection
+from vorrang.v1 import types_pb2 as types
+from vorrang.v1.generation_pb2 import AcceptedEvent
+
+log = structlog.get_logger("vorrang.server")
+
+
+class Drainable(Protocol):
+    """A session, as the shutdown sees it."""
+
+    def go_away(self, time_left_s: float) -> None:
+        """Tell the client that the stream ends soon."""
+        ...
+
+    def end(self) -> None:
+        """End the stream when its requests have ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ServerStatistics:
+    """A look at the live calls.
+
+    Attributes:
+        num_sessions: session streams open.
+        num_calls: session streams and single-request calls open.
+        num_requests: requests that are submitted and whose caller has not seen the end.
+    """
+
+    num_sessions: int
+    num_calls: int
+    num_requests: int
+
+
+class Ticket:
+    """A request that is submitted: its handle, and whether it is known to have started.
+
+    Attributes:
+        handle: the engine's.
+        spec: what was submitted.
+        accepted: the first event its caller gets.
+        started: set by whoever takes its events.
+    """
+
+    __slots__ = ("accepted", "handle", "spec", "started")
+
+    def __init__(self, handle: RequestHandle, accepted: AcceptedEvent) -> None:
+        self.handle = handle
+        self.spec: RequestSpec = handle.spec
+        self.accepted = accepted
+        self.started = False
+
+
+class Backend:
+    """Shared by all servicers. All methods are for the event loop's thread.
+
+    Args:
+        settings: limits and defaults.
+        model_name: name under which the model is served; None = its own.
+    """
+
+    def __init__(self, settings: ServerSection, model_name: str | None = None) -> None:
+        self.settings = settings
+        self._model_name = model_name
+        self.sessions: set[Drainable] = set()
+        self._engine: Engine | None = None
+        self._tickets: dict[RequestId, Ticket] = {}
+        self._num_calls = 0
+        self._no_calls = asyncio.Event()
+        self._no_calls.set()
+        self._ids = itertools.count(1)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine.
+
+        Raises:
+            EngineStarting: the model is still being loaded.
+        """
+        if self._engine is None:
+            raise EngineStarting
+        return self._engine
+
+    @property
+    def info(self) -> ModelInfo:
+        """The model, under the name by which it is served.
+
+        Raises:
+            EngineStarting: the model is still being loaded.
+        """
+        info = self.engine.info
+        return info if self._model_name is None else dataclasses.replace(info, name=self._model_name)
+
+    def set_engine(self, engine: Engine) -> None:
+        """From now on requests can be submitted."""
+        self._engine = engine
+
+    def statistics(self) -> ServerStatistics:
+        """How things stand."""
+        return ServerStatistics(len(self.sessions), self._num_calls, len(self._tickets))
+
+    def draft(self, spec: types.GenerationSpec) -> Draft:
+        """Validate a wire spec but for its prompt's tokens.
+
+        Raises:
+            EngineStarting, InvalidRequest, Unimplemented, UnknownModel: see ``convert.draft_of``.
+        """
+        return convert.draft_of(
+            spec,
+            info=self.info,
+            tokenizer=self.engine.tokenizer,
+            default_max_tokens=self.settings.default_max_tokens,
+        )
+
+    def submit(
+        self,
+        draft: Draft,
+        token_ids: Iterable[int],
+        level: int,
+        client_request_id: str,
+        on_ready: Callable[[RequestHandle], None] | None = None,
+    ) -> Ticket:
+        """Give a request to the engine.
+
+        Raises:
+            VorrangError: the engine refuses it, see ``Engine.submit``.
+        """
+        engine = self.engine
+        request_id = RequestId(f"r{next(self._ids)}")
+        spec = convert.request_spec(
+            draft,
+            token_ids,
+            request_id,
+            level,
+            info=self.info,
+            context_tokens=engine.config.max_context_tokens,
+        )
+        handle = engine.submit(spec, on_ready)
+        log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
+        ticket = Ticket(
+            handle,
+            convert.accepted(
+                spec,
+                requested_level=level,
+                queue_position=handle.queue_position,
+                priority_ignored=not engine.uses_level,
+            ),
+        )
+        self._tickets[request_id] = ticket
+        return ticket
+
+    def settle(self, ticket: Ticket, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Forget a request; one that has not ended is ended for ``reason``. May be called twice."""
+        ticket.handle.cancel(reason)
+        self._tickets.pop(ticket.handle.request_id, None)
+
+    def fail_queued(self) -> None:
+        """Fail, as retryable, every request that has not been seen to start."""
+        for ticket in self._tickets.values():
+            if not ticket.started:
+                ticket.handle.fail(Draining())
+
+    def enter(self) -> None:
+        """A call has begun; ``leave`` must follow."""
+        self._num_calls += 1
+        self._no_calls.clear()
+
+    def leave(self) -> None:
+        """A call has ended."""
+        self._num_calls -= 1
+        if self._num_calls == 0:
+            self._no_calls.set()
+
+    async def wait_until_no_calls(self) -> None:
+        """Return when no call is open."""
+        await self._no_calls.wait()
+
+    def limits(self) -> types.Limits:
+        """What this server accepts, as it announces it.
+
+        Raises:
+            EngineStarting: the model is still being loaded.
+        """
+        engine = self.engine
+        return types.Limits(
+            max_request_tokens=engine.max_request_tokens,
+            max_output_tokens=engine.config.max_context_tokens - 1,
+            max_stop_strings=MAX_STOP_STRINGS,
+            max_stop_string_bytes=MAX_STOP_STRING_BYTES,
+            max_stop_token_ids=MAX_STOP_TOKEN_IDS,
+            max_logprobs=0,
+            max_frame_bytes=self.settings.max_frame_bytes,
+            max_session_requests=self.settings.max_session_requests,
+            max_bad_frames=self.settings.max_bad_frames,
+            max_request_id_bytes=MAX_REQUEST_ID_BYTES,
+            max_buffered_tokens=engine.max_buffered_tokens,
+            max_label_bytes=convert.MAX_LABEL_BYTES,
+        )
+
+
+async def token_ids_of(draft: Draft) -> Iterable[int]:
+    """The prompt's token ids; text is tokenised off the event loop.
+
+    Raises:
+        InvalidRequest: the chat template refuses the conversation.
+
+    Cancellation: returns at once; the thread finishes its work for nobody.
+    """
+    if draft.slow:
+        return await asyncio.to_thread(lambda: list(draft.tokenize()))
+    return draft.tokenize()
+
+
+@functools.cache
+def server_version() -> str:
+    """Version of the server program."""
+    return importlib.metadata.version("vorrang")

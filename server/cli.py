@@ -1,0 +1,178 @@
+"""The command line ``vorrang``. Imports nothing heavy before it knows what is asked for."""
+
+import enum
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from server.settings import Loaded
+
+main = typer.Typer(
+    name="vorrang",
+    help="An LLM inference server whose product is the scheduling of mixed-priority traffic.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+config_app = typer.Typer(help="Look at settings.", no_args_is_help=True)
+main.add_typer(config_app, name="config")
+
+
+class RunnerName(enum.StrEnum):
+    """What computes."""
+
+    TORCH = "torch"
+    SCRIPTED = "scripted"
+
+
+class PolicyName(enum.StrEnum):
+    """What orders requests."""
+
+    PRIORITY = "priority"
+    FCFS = "fcfs"
+
+
+class LogLevel(enum.StrEnum):
+    """Least severe level that is logged."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_SERVER, _MODEL, _SCHEDULING, _OTHER = "Server", "Model and memory", "Scheduling", "Other"
+
+Config = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with settings.", envvar="VORRANG_CONFIG", rich_help_panel=_OTHER),
+]
+Listen = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="Address; port 0 = any.", rich_help_panel=_SERVER)
+]
+InsecureListen = Annotated[
+    bool | None,
+    typer.Option("--insecure-listen", help="Allow plaintext on more than loopback.", rich_help_panel=_SERVER),
+]
+Grace = Annotated[
+    float | None, typer.Option(help="Seconds for running requests after SIGTERM.", rich_help_panel=_SERVER)
+]
+Model = Annotated[
+    str | None, typer.Option(help="Folder or GGUF file; default: SmolLM2.", rich_help_panel=_MODEL)
+]
+ModelName = Annotated[str | None, typer.Option(help="Name under which it is served.", rich_help_panel=_MODEL)]
+RunnerOption = Annotated[
+    RunnerName | None, typer.Option(help="What computes; scripted is for tests.", rich_help_panel=_MODEL)
+]
+Threads = Annotated[int | None, typer.Option(help="Threads of a step.", rich_help_panel=_MODEL)]
+KvBlocks = Annotated[int | None, typer.Option(help="Blocks of the KV pool.", rich_help_panel=_MODEL)]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens per block.", rich_help_panel=_MODEL)]
+StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.", hidden=True)]
+Policy = Annotated[PolicyName | None, typer.Option(help="Order of service.", rich_help_panel=_SCHEDULING)]
+Seats = Annotated[int | None, typer.Option(help="Seats in the running batch.", rich_help_panel=_SCHEDULING)]
+Waiting = Annotated[int | None, typer.Option(help="Longest queue.", rich_help_panel=_SCHEDULING)]
+LogLevelOption = Annotated[LogLevel | None, typer.Option(help="What is logged.", rich_help_panel=_OTHER)]
+
+
+@main.command()
+def serve(
+    listen: Listen = None,
+    insecure_listen: InsecureListen = None,
+    grace_s: Grace = None,
+    model: Model = None,
+    model_name: ModelName = None,
+    runner: RunnerOption = None,
+    threads: Threads = None,
+    kv_blocks: KvBlocks = None,
+    block_size: BlockSize = None,
+    scripted_step_ms: StepMs = None,
+    policy: Policy = None,
+    max_running_requests: Seats = None,
+    max_waiting_requests: Waiting = None,
+    config: Config = None,
+    log_level: LogLevelOption = None,
+) -> None:
+    """Serve a model until SIGTERM."""
+    loaded = _load_settings(
+        config,
+        {
+            "server.listen": listen,
+            "server.insecure_listen": insecure_listen,
+            "server.grace_s": grace_s,
+            "model.path": model,
+            "model.name": model_name,
+            "engine.runner": runner and runner.value,
+            "engine.threads": threads,
+            "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,
+            "kv.num_blocks": kv_blocks,
+            "kv.block_size": block_size,
+            "scheduler.policy": policy and policy.value,
+            "scheduler.max_running_requests": max_running_requests,
+            "scheduler.max_waiting_requests": max_waiting_requests,
+            "log.level": log_level and log_level.value,
+        },
+    )
+    from server.serve import serve as run
+
+    run(loaded.settings, on_failure=_fail)
+
+
+@config_app.command("show")
+def config_show(config: Config = None) -> None:
+    """Print every effective setting and where it came from."""
+    described = _load_settings(config, {}).describe()
+    rows = [(entry.path, _shown(entry.value), entry.origin) for entry in described]
+    _print_table("Settings", ("setting", "value", "origin"), rows)
+
+
+@main.command()
+def doctor() -> None:
+    """Look at this machine and say what a server would find."""
+    from server.doctor import findings
+
+    _print_table("", ("what", "found"), findings())
+
+
+def _load_settings(config: Path | None, cli: dict[str, Any]) -> "Loaded":
+    from server.settings import SettingsError, load
+
+    try:
+        return load(config, cli)
+    except SettingsError as error:
+        _fail(str(error))
+
+
+def _fail(message: str, code: int = 2) -> NoReturn:
+    """A known failure: one line, no traceback."""
+    print(f"vorrang: {message}", file=sys.stderr)  # noqa: T201
+    sys.exit(code)
+
+
+def _shown(value: object) -> str:
+    return "-" if value is None else str(value)
+
+
+def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """A table on a terminal, aligned columns elsewhere."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+        for row in rows:
+            line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
+            print(line.rstrip())  # noqa: T201
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*header, title=title or None)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,294 @@
+"""Between wire messages and engine values. Decides nothing and awaits nothing.
+
+Field paths in errors are relative to ``GenerationSpec``, as its caller wrote
+them: ``prompt``, ``sampling.temperature``, ``priority.level``.
+"""
+
+import dataclasses
+import secrets
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from google.protobuf.duration_pb2 import Duration
+
+from engine import events as ev
+from engine.errors import InvalidRequest, Unimplemented, UnknownModel
+from engine.priority import check_level, level_named
+from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
+from engine.runner.base import ModelInfo
+from engine.sampling import SamplingParams
+from engine.text import ChatMessage, Tokenizer
+from server.errors import status_of
+from vorrang.v1 import generation_pb2 as gen
+from vorrang.v1 import types_pb2 as types
+
+MAX_LABEL_BYTES = 128
+_NANOSECONDS = 1_000_000_000
+
+#: Fields that this version answers with UNIMPLEMENTED when they are present at all.
+_UNSUPPORTED_SPEC = ("queue_timeout", "total_timeout", "credit_tokens", "grammar")
+#: The same for sampling, with the value that means "off".
+_UNSUPPORTED_SAMPLING = {
+    "typical_p": 1.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logprobs": None,
+    "prompt_logprobs": None,
+}
+_UNSUPPORTED_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids")
+_PLAIN_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "include_stop_string",
+    "ignore_eos",
+)  # fmt: skip
+_FINISH_REASONS = {
+    FinishReason.STOP: types.FINISH_REASON_STOP,
+    FinishReason.STOP_STRING: types.FINISH_REASON_STOP_STRING,
+    FinishReason.STOP_TOKEN: types.FINISH_REASON_STOP_TOKEN,
+    FinishReason.LENGTH: types.FINISH_REASON_LENGTH,
+    FinishReason.CAPACITY: types.FINISH_REASON_CAPACITY,
+    FinishReason.TIME_LIMIT: types.FINISH_REASON_TIME_LIMIT,
+    FinishReason.CANCELLED: types.FINISH_REASON_CANCELLED,
+}
+_PREEMPT_REASONS = {
+    PreemptReason.SEATS: types.PREEMPT_REASON_SEATS,
+    PreemptReason.BLOCKS: types.PREEMPT_REASON_BLOCKS,
+    PreemptReason.GROWTH: types.PREEMPT_REASON_GROWTH,
+    PreemptReason.OPERATOR: types.PREEMPT_REASON_OPERATOR,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A request that is valid as far as one can say before its prompt is tokenised.
+
+    Attributes:
+        tokenize: makes the prompt's token ids; may be slow and is thread-safe.
+        slow: whether ``tokenize`` belongs off the event loop.
+        sampling: parameters; ``max_tokens`` is the server's default when none was given.
+        max_tokens_given: whether the client chose ``max_tokens``.
+        level: the request's own priority; None when it has none.
+        label: free text for logs.
+    """
+
+    tokenize: Callable[[], Iterable[int]]
+    slow: bool
+    sampling: SamplingParams
+    max_tokens_given: bool
+    level: int | None
+    label: str
+
+
+def draft_of(
+    spec: types.GenerationSpec, *, info: ModelInfo, tokenizer: Tokenizer, default_max_tokens: int
+) -> Draft:
+    """Validate all of a spec but the prompt's tokens.
+
+    Raises:
+        InvalidRequest: a field breaks a rule.
+        Unimplemented: a field that this version does not support has a value.
+        UnknownModel: it names a model that is not served.
+    """
+    _refuse_unsupported(spec)
+    if spec.model and spec.model != info.name:
+        raise UnknownModel(f"no model {spec.model[:80]!r} is served, only {info.name!r}")
+    size = len(spec.label.encode())
+    if size > MAX_LABEL_BYTES:
+        raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
+    sampling = _sampling(spec.sampling, default_max_tokens)
+    check_token_ids(sampling.stop_token_ids, info, field="sampling.stop_token_ids")
+    return Draft(
+        tokenize=tokenize(spec.prompt, tokenizer, info),
+        slow=spec.prompt.WhichOneof("value") != "tokens",
+        sampling=sampling,
+        max_tokens_given=spec.sampling.HasField("max_tokens"),
+        level=level_of(spec.priority) if spec.HasField("priority") else None,
+        label=spec.label,
+    )
+
+
+def request_spec(
+    draft: Draft,
+    token_ids: Iterable[int],
+    request_id: RequestId,
+    level: int,
+    *,
+    info: ModelInfo,
+    context_tokens: int,
+) -> RequestSpec:
+    """The engine's spec of a draft whose prompt is tokenised.
+
+    Raises:
+        InvalidRequest: ``min_tokens`` exceeds what the context leaves.
+    """
+    prompt = tuple(token_ids)
+    sampling = draft.sampling
+    if not draft.max_tokens_given:
+        room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
+        sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
+    eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
+    return RequestSpec(request_id, prompt, sampling, level, eos_token_ids=eos, label=draft.label)
+
+
+def level_of(priority: types.Priority, *, field: str = "priority") -> int:
+    """The level a priority stands for.
+
+    Raises:
+        InvalidRequest: no form is set, the level is out of range or the class unknown.
+    """
+    match priority.WhichOneof("value"):
+        case "level":
+            return check_level(priority.level, field=f"{field}.level")
+        case "class_name":
+            return level_named(priority.class_name, field=f"{field}.class_name")
+        case _:
+            raise InvalidRequest(field, "must be a level or the name of a class", None)
+
+
+def check_token_ids(token_ids: Iterable[int], info: ModelInfo, *, field: str) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises:
+        InvalidRequest: names the first bad id.
+    """
+    for index, token_id in enumerate(token_ids):
+        if token_id >= info.vocab_size:
+            raise InvalidRequest(f"{field}[{index}]", f"must be less than {info.vocab_size}", token_id)
+
+
+def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Callable[[], Iterable[int]]:
+    """What makes a prompt's token ids.
+
+    Raises:
+        InvalidRequest: the prompt has no form, or ids outside the vocabulary.
+    """
+    match prompt.WhichOneof("value"):
+        case "text":
+            text = prompt.text
+            return lambda: tokenizer.encode(text)
+        case "tokens":
+            ids = tuple(prompt.tokens.ids)
+            check_token_ids(ids, info, field="prompt.tokens.ids")
+            return lambda: ids
+        case "chat":
+            chat = prompt.chat
+            messages = [ChatMessage(message.role, message.content) for message in chat.messages]
+            if not messages:
+                raise InvalidRequest("prompt.chat.messages", "must hold at least one message", 0)
+            opening = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+            return lambda: tokenizer.encode_chat(
+                messages, add_generation_prompt=opening, tools_json=chat.tools_json
+            )
+        case _:
+            raise InvalidRequest("prompt", "must be text, tokens or chat", None)
+
+
+def _sampling(params: types.SamplingParams, default_max_tokens: int) -> SamplingParams:
+    given = {name: getattr(params, name) for name in _PLAIN_SAMPLING if params.HasField(name)}
+    given.setdefault("max_tokens", max(default_max_tokens, given.get("min_tokens", 0)))
+    if "seed" not in given:
+        given["seed"] = secrets.randbits(64)
+    return SamplingParams(
+        **given, stop_token_ids=tuple(params.stop_token_ids), stop_strings=tuple(params.stop_strings)
+    )
+
+
+def _refuse_unsupported(spec: types.GenerationSpec) -> None:
+    for name in _UNSUPPORTED_SPEC:
+        if spec.HasField(name):
+            raise Unimplemented(name)
+    if spec.adapter:
+        raise Unimplemented("adapter")
+    if spec.HasField("num_outputs") and spec.num_outputs != 1:
+        raise Unimplemented("num_outputs")
+    for name, neutral in _UNSUPPORTED_SAMPLING.items():
+        if spec.sampling.HasField(name) and getattr(spec.sampling, name) != neutral:
+            raise Unimplemented(f"sampling.{name}")
+    for name in _UNSUPPORTED_LISTS:
+        if getattr(spec.sampling, name):
+            raise Unimplemented(f"sampling.{name}")
+
+
+def fill_event(
+    frame: gen.SessionResponse | gen.GenerateStreamResponse,
+    event: ev.RequestEvent,
+    *,
+    priority_ignored: bool = False,
+) -> None:
+    """Set the event of a frame. ``Failed`` has a place in session frames alone."""
+    match event:
+        case ev.Delta():
+            frame.delta.first_token_index = event.first_index
+            frame.delta.token_ids.extend(event.token_ids)
+            frame.delta.text = event.text
+        case ev.Started():
+            frame.started.prompt_tokens = event.num_prompt_tokens
+            frame.started.cached_tokens = event.num_cached_tokens
+        case ev.Preempted():
+            frame.preempted.reason = _PREEMPT_REASONS[event.reason]
+            frame.preempted.count = event.count
+        case ev.Resumed():
+            frame.resumed.SetInParent()
+            frame.resumed.recomputed_tokens = event.num_recomputed_tokens
+        case ev.LevelChanged():
+            frame.priority_changed.SetInParent()
+            frame.priority_changed.level = event.level
+            frame.priority_changed.priority_ignored = priority_ignored
+        case ev.Finished():
+            frame.finished.CopyFrom(finished(event))
+        case ev.Failed():
+            assert isinstance(frame, gen.SessionResponse), "a failed call ends with a status"
+            frame.failed.CopyFrom(failed(event.error, usage(event.usage)))
+
+
+def finished(event: ev.Finished) -> gen.FinishedEvent:
+    """The terminal event of an output."""
+    return gen.FinishedEvent(
+        reason=_FINISH_REASONS[event.reason],
+        usage=usage(event.usage),
+        stop_string=event.stop_string or "",
+        stop_token_id=event.stop_token_id,
+    )
+
+
+def failed(error: Exception, cost: types.Usage | None = None) -> gen.FailedEvent:
+    """The terminal event of a request that was refused or failed."""
+    retryable = bool(getattr(error, "retryable", False))
+    return gen.FailedEvent(status=status_of(error), retryable=retryable, usage=cost or types.Usage())
+
+
+def accepted(
+    spec: RequestSpec, *, requested_level: int, queue_position: int, priority_ignored: bool
+) -> gen.AcceptedEvent:
+    """The first event of a request that was taken."""
+    return gen.AcceptedEvent(
+        level=spec.level,
+        capped=spec.level != requested_level,
+        requested_level=requested_level,
+        queue_position=queue_position,
+        priority_ignored=priority_ignored,
+        prompt_tokens=len(spec.prompt_token_ids),
+        seed=spec.sampling.seed,
+    )
+
+
+def usage(cost: Usage) -> types.Usage:
+    """What a request has cost."""
+    return types.Usage(
+        prompt_tokens=cost.prompt_tokens,
+        cached_tokens=cost.cached_tokens,
+        output_tokens=cost.output_tokens,
+        recomputed_tokens=cost.recomputed_tokens,
+        preemptions=cost.preemptions,
+        queued=duration(cost.queued_s),
+        prefill=duration(cost.prefill_s),
+        decode=duration(cost.decode_s),
+        preempted=duration(cost.preempted_s),
+        parked=duration(cost.parked_s),
+    )
+
+
+def duration(seconds: float) -> Duration:
+    """Seconds as a wire duration."""
+    whole, nanos = divmod(round(seconds * _NANOSECONDS), _NANOSECONDS)
+    return Duration(seconds=whole, nanos=nanos)

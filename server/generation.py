@@ -1,0 +1,204 @@
+"""GenerationService: single-request calls, tokens and the model; sessions live in ``server.session``.
+
+The methods are registered by hand, because ``Session`` must get raw bytes: a
+frame that can't be decoded may not cost the stream.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from engine.errors import InvalidRequest
+from engine.events import Delta, Failed, Finished, Started
+from engine.request import FinishReason
+from server import convert
+from server.backend import Backend, Ticket, token_ids_of
+from server.errors import abort
+from server.metadata import check_request_id, level_of, request_id_of
+from server.session import PeerGone, Session
+from vorrang.v1 import generation_pb2 as gen
+
+SERVICE = "vorrang.v1.GenerationService"
+
+_Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class GenerationService:
+    """The calls of the service.
+
+    Args:
+        backend: engine, limits and register.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+
+    def rpc_handler(self) -> grpc.GenericRpcHandler:
+        """What a server is given."""
+        stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+        methods: dict[str, Any] = {
+            "Session": grpc.stream_stream_rpc_method_handler(self._guarded(self.session)),
+            "GenerateStream": stream(
+                self._guarded(self.generate_stream),
+                gen.GenerateStreamRequest.FromString,
+                gen.GenerateStreamResponse.SerializeToString,
+            ),
+        }
+        for name, call, request_class in (
+            ("Generate", self.generate, gen.GenerateRequest),
+            ("Tokenize", self.tokenize, gen.TokenizeRequest),
+            ("Detokenize", self.detokenize, gen.DetokenizeRequest),
+            ("GetModel", self.get_model, gen.GetModelRequest),
+        ):
+            methods[name] = unary(self._guarded(call), request_class.FromString, _serialized)
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def session(self, _: Any, context: Any) -> None:
+        """Many requests on one stream; see ``server.session``."""
+        await Session(self._backend, context).run()
+
+    async def generate_stream(self, request: gen.GenerateStreamRequest, context: Any) -> None:
+        """One request, its events as a stream.
+
+        Raises:
+            VorrangError: it was refused or failed; the status of the call.
+
+        Cancellation: the request is cancelled before the next step.
+        """
+        ticket = await self._start(request, context)
+        try:
+            sequence = 1  # the first write sends the initial metadata: only now the call is committed
+            await _write(context, gen.GenerateStreamResponse(sequence=sequence, accepted=ticket.accepted))
+            async for event in ticket.handle.events():
+                if isinstance(event, Failed):
+                    raise event.error
+                ticket.started |= isinstance(event, Started)
+                sequence += 1
+                frame = gen.GenerateStreamResponse(sequence=sequence)
+                ignored = ticket.accepted.priority_ignored
+                convert.fill_event(frame, event, priority_ignored=ignored)
+                await _write(context, frame)
+        finally:
+            self._settle(ticket, context)
+
+    async def generate(self, request: gen.GenerateRequest, context: Any) -> gen.GenerateResponse:
+        """One request, one answer.
+
+        Raises:
+            VorrangError: it was refused or failed; the status of the call.
+
+        Cancellation: the request is cancelled before the next step.
+        """
+        ticket = await self._start(request, context)
+        response = gen.GenerateResponse(accepted=ticket.accepted)
+        pieces: list[str] = []
+        try:
+            await context.send_initial_metadata(())  # accepted: from now on a retry would not be safe
+            async for event in ticket.handle.events():
+                match event:
+                    case Started():
+                        ticket.started = True
+                    case Delta():
+                        pieces.append(event.text)
+                        response.token_ids.extend(event.token_ids)
+                    case Finished():
+                        response.finished.CopyFrom(convert.finished(event))
+                    case Failed():
+                        raise event.error
+        finally:
+            self._settle(ticket, context)
+        response.text = "".join(pieces)
+        return response
+
+    async def tokenize(self, request: gen.TokenizeRequest, _: Any) -> gen.TokenizeResponse:
+        """Text or a conversation to token ids.
+
+        Raises:
+            InvalidRequest: the prompt has no form or the template refuses it.
+        """
+        engine = self._backend.engine
+        make = convert.tokenize(request.prompt, engine.tokenizer, engine.info)
+        return gen.TokenizeResponse(token_ids=await asyncio.to_thread(lambda: list(make())))
+
+    async def detokenize(self, request: gen.DetokenizeRequest, _: Any) -> gen.DetokenizeResponse:
+        """Token ids to text.
+
+        Raises:
+            InvalidRequest: an id is outside the vocabulary.
+        """
+        engine = self._backend.engine
+        ids = list(request.token_ids)
+        convert.check_token_ids(ids, engine.info, field="token_ids")
+        skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
+        text = await asyncio.to_thread(lambda: engine.tokenizer.decode(ids, skip_special_tokens=skip))
+        return gen.DetokenizeResponse(text=text)
+
+    async def get_model(self, _request: gen.GetModelRequest, _: Any) -> gen.GetModelResponse:
+        """The model that is served, and the limits of this server."""
+        engine, info = self._backend.engine, self._backend.info
+        return gen.GetModelResponse(
+            name=info.name,
+            context_tokens=info.context_tokens,
+            vocabulary_size=info.vocab_size,
+            has_chat_template=engine.tokenizer.has_chat_template,
+            eos_token_ids=sorted(info.eos_token_ids),
+            limits=self._backend.limits(),
+            architecture=info.architecture,
+        )
+
+    async def _start(self, request: gen.GenerateStreamRequest | gen.GenerateRequest, context: Any) -> Ticket:
+        metadata = context.invocation_metadata() or ()
+        metadata_level = level_of(metadata)
+        client_id = request_id_of(metadata) or ""
+        if request.request_id:
+            client_id = check_request_id(request.request_id)
+        if not request.HasField("spec"):
+            raise InvalidRequest("spec", "must be given", None)
+        draft = self._backend.draft(request.spec)
+        levels = (draft.level, metadata_level, self._backend.settings.default_level)
+        level = next(level for level in levels if level is not None)
+        return self._backend.submit(draft, await token_ids_of(draft), level, client_id)
+
+    def _settle(self, ticket: Ticket, context: Any) -> None:
+        remaining_s = context.time_remaining()
+        expired = remaining_s is not None and remaining_s <= 0
+        reason = FinishReason.TIME_LIMIT if expired else FinishReason.CANCELLED
+        self._backend.settle(ticket, reason)
+
+    def _guarded(self, call: _Handler) -> _Handler:
+        """Count the call, and let it end with nothing but an answer or a status of ours."""
+
+        async def guarded(request: Any, context: Any) -> Any:
+            self._backend.enter()
+            try:
+                return await call(request, context)
+            except asyncio.CancelledError as error:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    raise  # the peer is gone, or the server stops
+                await abort(context, error)  # a bug of ours; without a status the peer would wait for ever
+            except PeerGone:
+                return None  # nobody is left to be told
+            except grpc.aio.AbortError:
+                raise
+            except Exception as error:
+                await abort(context, error)
+            finally:
+                self._backend.leave()
+
+        return guarded
+
+
+async def _write(context: Any, frame: gen.GenerateStreamResponse) -> None:
+    try:
+        await context.write(frame)
+    except grpc.aio.BaseError as error:
+        raise PeerGone from error
+
+
+def _serialized(message: Any) -> bytes:
+    raw: bytes = message.SerializeToString()
+    return raw

@@ -1,0 +1,80 @@
+"""grpc.health.v1, driven by the engine's heartbeat rather than by the event loop alone.
+
+The servicer that comes with grpcio-health-checking loses its watchers when one of
+several leaves (1.76); this one does not.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from engine.loop import EngineStatistics
+
+SERVICES = ("", "vorrang.v1.GenerationService", "vorrang.v1.ControlService")
+_Status = health_pb2.HealthCheckResponse
+
+log = structlog.get_logger("vorrang.server")
+
+
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """Answers whether this server takes requests: the same for all its services."""
+
+    def __init__(self) -> None:
+        self._serving = False
+        self._changed = asyncio.Condition()
+
+    @property
+    def serving(self) -> bool:
+        """What is answered now."""
+        return self._serving
+
+    async def set(self, serving: bool) -> None:
+        """Change the answer, and tell every watcher."""
+        async with self._changed:
+            self._serving = serving
+            self._changed.notify_all()
+
+    async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
+        """The answer now; NOT_FOUND for a service that is not ours."""
+        if request.service not in SERVICES:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
+        return _Status(status=self._status(request.service))
+
+    async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
+        """The answer now and whenever it changes, until the client leaves."""
+        last: int | None = None
+        while True:
+            async with self._changed:
+                while self._status(request.service) == last:
+                    await self._changed.wait()
+                last = self._status(request.service)
+            await context.write(_Status(status=last))
+
+    def _status(self, service: str) -> int:
+        if service not in SERVICES:
+            return int(_Status.SERVICE_UNKNOWN)
+        return int(_Status.SERVING if self._serving else _Status.NOT_SERVING)
+
+
+async def follow_engine(health: Health, statistics: Callable[[], EngineStatistics], stall_s: float) -> None:
+    """Keep ``health`` in step with the engine's heartbeat, until cancelled.
+
+    Args:
+        health: what is set.
+        statistics: a look at the engine.
+        stall_s: seconds after which a step that does not end counts as a stall.
+    """
+    while True:
+        await asyncio.sleep(stall_s / 4)
+        now = statistics()
+        alive = now.idle or now.heartbeat_age_s < stall_s
+        if alive != health.serving:
+            log.warning(
+                "engine.recovered" if alive else "engine.stalled", age_s=round(now.heartbeat_age_s, 1)
+            )
+            await health.set(alive)

@@ -1,0 +1,65 @@
+"""``vorrang serve``: one process, one event loop, one server."""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from typing import NoReturn
+
+import structlog
+
+from engine.errors import VorrangError
+from server import log as logs
+from server.app import END_S_MAX, App, EngineDied, Ready
+from server.load import load
+from server.settings import Settings
+
+#: Exit status when the engine died.
+EXIT_ENGINE_DIED = 1
+
+log = structlog.get_logger("vorrang.server")
+
+
+def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        settings: all of them.
+        on_failure: is told of a known failure, in words; ends the process.
+    """
+    logs.set_up(settings.log.level, settings.log.format)
+    try:
+        asyncio.run(_serve(settings))
+    except EngineDied:
+        print("vorrang: the engine died; the log says why", file=sys.stderr)  # noqa: T201
+        sys.exit(EXIT_ENGINE_DIED)
+    except VorrangError as error:
+        on_failure(str(error))
+
+
+async def _serve(settings: Settings) -> None:
+    app = App(settings, lambda: load(settings))
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        # A step that never ends can't be interrupted in this process: then the process itself must end.
+        grace_s = settings.server.grace_s + 4 * END_S_MAX
+        backstop = threading.Timer(grace_s, os._exit, (EXIT_ENGINE_DIED,))
+        backstop.daemon = True
+        backstop.start()
+        app.stop()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    try:
+        await app.run(_say_ready)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    log.info("server.stopped")
+
+
+def _say_ready(ready: Ready) -> None:
+    print(ready, flush=True)  # noqa: T201

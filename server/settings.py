@@ -1,0 +1,250 @@
+"""Settings of the server: TOML file < environment ``VORRANG_KV__NUM_BLOCKS`` < command line.
+
+Unknown keys fail; every value knows where it came from. Both are why the sources
+are read here and not by pydantic-settings, which knows neither origins nor
+variables of unknown sections.
+"""
+
+import dataclasses
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from engine.errors import VorrangError
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.order import policy_named
+
+PREFIX = "VORRANG_"
+DELIMITER = "__"
+_FROZEN = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class SettingsError(VorrangError):
+    """Settings that can't be used; the message names setting, rule, value and origin."""
+
+
+class ServerSection(BaseModel):
+    """Where the server listens and what it takes.
+
+    Attributes:
+        listen: ``host:port``; port 0 = any free one.
+        insecure_listen: allow plaintext on more than loopback.
+        grace_s: seconds running requests are given after SIGTERM.
+        stall_s: seconds without an engine heartbeat before health says NOT_SERVING.
+        default_level: priority of requests that carry none.
+        default_max_tokens: output tokens of requests that don't say.
+        max_session_requests: requests alive in one session.
+        max_bad_frames: undecodable frames that end a session.
+        max_frame_bytes: largest message taken.
+        max_concurrent_streams: calls open on one connection.
+    """
+
+    model_config = _FROZEN
+
+    listen: str = Field(default="127.0.0.1:50051", pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):[0-9]{1,5}$")
+    insecure_listen: bool = False
+    grace_s: float = Field(default=30.0, ge=0, le=3600)
+    stall_s: float = Field(default=30.0, gt=0)
+    default_level: int = Field(default=0, ge=-100, le=100)
+    default_max_tokens: int = Field(default=256, ge=1)
+    max_session_requests: int = Field(default=256, ge=1)
+    max_bad_frames: int = Field(default=16, ge=1)
+    max_frame_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    max_concurrent_streams: int = Field(default=1000, ge=1)
+
+
+class ModelSection(BaseModel):
+    """Which model is served.
+
+    Attributes:
+        path: folder or GGUF file; None = the default model.
+        name: name under which it is served; None = its own.
+    """
+
+    model_config = _FROZEN
+
+    path: str | None = None
+    name: str | None = Field(default=None, min_length=1, max_length=128)
+
+
+class KvSection(BaseModel):
+    """Size of the KV pool.
+
+    Attributes:
+        num_blocks: blocks in the pool; None = from ``bytes`` or, without it, chosen by the runner.
+        bytes: memory of the pool.
+        block_size: tokens per block.
+    """
+
+    model_config = _FROZEN
+
+    num_blocks: int | None = Field(default=None, ge=1)
+    bytes: int | None = Field(default=None, ge=1)
+    block_size: int = Field(default=16, ge=1)
+
+
+class EngineSection(BaseModel):
+    """How the engine computes.
+
+    Attributes:
+        runner: ``torch``, or ``scripted`` (a fake model for tests).
+        threads: threads a step may use; None = one per physical core.
+        max_buffered_tokens: output tokens held for a client that does not read.
+        scripted_step_s: seconds one step of the scripted runner takes.
+    """
+
+    model_config = _FROZEN
+
+    runner: Literal["torch", "scripted"] = "torch"
+    threads: int | None = Field(default=None, ge=1)
+    max_buffered_tokens: int = Field(default=8192, ge=1)
+    scripted_step_s: float = Field(default=0.0, ge=0)
+
+
+class LogSection(BaseModel):
+    """What is logged, and how: to stderr."""
+
+    model_config = _FROZEN
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"
+
+
+#: The fields of ``SchedulerConfig``, so that they are written down once.
+SchedulerSection: Any = create_model(
+    "SchedulerSection",
+    __config__=_FROZEN,
+    **{field.name: (field.type, field.default) for field in dataclasses.fields(SchedulerConfig)},  # type: ignore[call-overload]
+)
+
+
+class Settings(BaseModel):
+    """All settings; made by ``load``."""
+
+    model_config = _FROZEN
+
+    server: ServerSection = ServerSection()
+    model: ModelSection = ModelSection()
+    kv: KvSection = KvSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    engine: EngineSection = EngineSection()
+    log: LogSection = LogSection()
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """What the engine's scheduler is told.
+
+        Raises:
+            InvalidSetting: the values contradict each other.
+        """
+        return SchedulerConfig(**self.scheduler.model_dump())
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One setting: its path, its value, and ``default``, ``file``, ``env`` or ``cli``."""
+
+    path: str
+    value: object
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and where each came from."""
+
+    settings: Settings
+    origins: Mapping[str, str]
+
+    def describe(self) -> list[Described]:
+        """Every effective value and its origin."""
+        values = dict(_flat(self.settings.model_dump()))
+        return [Described(path, value, self.origins.get(path, "default")) for path, value in values.items()]
+
+
+def load(
+    config: Path | None = None,
+    cli: Mapping[str, object] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Read and validate all sources.
+
+    Args:
+        config: TOML file; None = none.
+        cli: values from the command line by path, such as ``kv.num_blocks``; None values are left out.
+        environment: environment variables; None = the process's own.
+
+    Raises:
+        SettingsError: a source can't be read, a key is unknown or a value breaks a rule.
+    """
+    environment = os.environ if environment is None else environment
+    sources = {
+        "file": _from_file(config),
+        "env": _from_environment(environment),
+        "cli": {path: value for path, value in (cli or {}).items() if value is not None},
+    }
+    origins = {path: origin for origin, values in sources.items() for path in values}
+    merged: dict[str, Any] = {}
+    for values in sources.values():
+        for path, value in values.items():
+            section, _, name = path.partition(".")
+            merged.setdefault(section, {})[name] = value
+    try:
+        settings = Settings(**merged)
+        policy_named(settings.scheduler_config.policy)
+    except ValidationError as error:
+        raise SettingsError(_explain(error, origins)) from None
+    except VorrangError as error:
+        raise SettingsError(str(error)) from None
+    if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
+        raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
+    return Loaded(settings, origins)
+
+
+def _from_file(path: Path | None) -> dict[str, object]:
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:
+            tree = tomllib.load(file)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise SettingsError(f"the config file {path} can't be read: {reason}") from None
+    for section, values in tree.items():
+        if not isinstance(values, dict):
+            raise SettingsError(f"{section} is no section, in {path}: settings stand under a [section]")
+    return dict(_flat(tree))
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
+    """Variables named ``VORRANG_<section>__<name>``; others with that prefix are not settings."""
+    found: dict[str, object] = {}
+    for variable, value in environment.items():
+        section, delimiter, name = variable.removeprefix(PREFIX).lower().partition(DELIMITER)
+        if variable.startswith(PREFIX) and delimiter:
+            found[f"{section}.{name}"] = value
+    return found
+
+
+def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    for section, values in tree.items():
+        for name, value in values.items():
+            yield f"{section}.{name}", value
+
+
+def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
+    lines = []
+    for problem in error.errors(include_url=False):
+        path = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "extra_forbidden":
+            origin = next((o for p, o in origins.items() if p == path or p.startswith(f"{path}.")), "?")
+            lines.append(f"{path} is no setting (from {origin})")
+        else:
+            rule = problem["msg"][0].lower() + problem["msg"][1:]
+            lines.append(f"{path}: {rule}, got {problem['input']!r} (from {origins.get(path, 'default')})")
+    return "; ".join(lines)

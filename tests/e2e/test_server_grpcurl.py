@@ -1,0 +1,91 @@
+"""The lines of docs/GRPCURL.md, run as they stand by the real grpcurl."""
+
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.process import ROOT, ServerProcess, server_process
+
+GRPCURL = Path(sys.executable).parent / "grpcurl"
+DOCUMENTED_ADDRESS = "127.0.0.1:50051"
+
+
+def lines() -> list[str]:
+    text = (ROOT / "docs" / "GRPCURL.md").read_text()
+    return [line for line in text.splitlines() if line.startswith("grpcurl ")]
+
+
+def line_for(method: str) -> str:
+    (line,) = [line for line in lines() if line.endswith(method)]
+    return line
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with server_process() as process:
+        yield process
+
+
+def run(line: str, address: str) -> str:
+    """Run one documented line against ``address``."""
+    assert line.count(DOCUMENTED_ADDRESS) == 1
+    command = shlex.split(line.replace(DOCUMENTED_ADDRESS, address))
+    assert command[0] == "grpcurl"
+    result = subprocess.run(
+        [str(GRPCURL), *command[1:]], capture_output=True, text=True, timeout=20, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def objects(text: str) -> list[dict[str, Any]]:
+    """JSON objects one after the other."""
+    decoder, found = json.JSONDecoder(), []
+    while text := text.strip():
+        value, end = decoder.raw_decode(text)
+        found.append(value)
+        text = text[end:]
+    return found
+
+
+@pytest.mark.parametrize("line", lines(), ids=lambda line: line.split()[-1])
+def test_every_line_works(server: ServerProcess, line: str) -> None:
+    assert run(line, server.address).strip()
+
+
+def test_reflection_lists_the_services(server: ServerProcess) -> None:
+    services = run(line_for(" list"), server.address).split()
+    assert {"vorrang.v1.GenerationService", "vorrang.v1.ControlService", "grpc.health.v1.Health"} <= set(
+        services
+    )
+
+
+def test_health_is_serving(server: ServerProcess) -> None:
+    assert objects(run(line_for("Health/Check"), server.address)) == [{"status": "SERVING"}]
+
+
+def test_generate_gives_text_at_the_priority_of_its_header(server: ServerProcess) -> None:
+    (answer,) = objects(run(line_for("/Generate"), server.address))
+    assert answer["accepted"]["level"] == -10
+    assert answer["finished"]["reason"] == "FINISH_REASON_LENGTH"
+    assert len(answer["text"]) == len(answer["token_ids"]) == 16
+
+
+def test_a_bidirectional_session_runs_from_the_shell(server: ServerProcess) -> None:
+    frames = objects(run(line_for("/Session"), server.address))
+    assert "opened" in frames[0]
+    by_request: dict[str, list[dict[str, Any]]] = {}
+    for frame in frames[1:]:
+        by_request.setdefault(frame["request_id"], []).append(frame)
+    assert set(by_request) == {"report", "question"}
+    assert by_request["report"][-1]["finished"]["reason"] == "FINISH_REASON_CANCELLED"
+    assert by_request["question"][-1]["finished"]["reason"] == "FINISH_REASON_LENGTH"
+    for events in by_request.values():
+        assert [int(frame["sequence"]) for frame in events] == list(range(1, len(events) + 1))
+    assert len("".join(f.get("delta", {}).get("text", "") for f in by_request["question"])) == 8

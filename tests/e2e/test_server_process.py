@@ -1,0 +1,155 @@
+"""A real process: signals, exit statuses, the command line."""
+
+import json
+import time
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.support.process import run_cli, run_python, server_process
+from tests.support.wire import open_session, reason_in, refused, spec, status_in, stub
+from vorrang.v1 import generation_pb2 as gen
+from vorrang.v1 import types_pb2 as types
+
+
+@pytest.mark.asyncio
+async def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_exits_zero() -> None:
+    settings = ("--scripted-step-ms", "20", "--max-running-requests", "2", "--grace-s", "20")
+    with server_process(*settings) as server:
+        async with (
+            grpc.aio.insecure_channel(server.address) as channel,
+            open_session(channel) as session,
+            open_session(channel) as idle,
+        ):
+            health = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert (await health.read()).status == health_pb2.HealthCheckResponse.SERVING
+            for request_id in ("a", "b"):
+                await session.start(request_id, spec([1], max_tokens=40))
+                await session.event("started", request_id)
+            await session.start("queued", spec([2]))
+            await session.event("accepted", "queued")
+            server.terminate()
+            away = await session.event("go_away")
+            assert (await health.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            await session.start("late")
+            unary = await refused(stub(channel).Generate(gen.GenerateRequest(spec=spec())))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await session.to_the_end()
+            with pytest.raises(grpc.aio.AioRpcError) as idle_caught:
+                await idle.to_the_end()
+            health.cancel()
+        assert server.wait() == 0
+    assert away.time_left.ToSeconds() == 20
+    for request_id in ("a", "b"):
+        session.check(request_id)
+        assert len(session.tokens(request_id)) == 40
+        assert session.of(request_id)[-1].finished.reason == types.FINISH_REASON_LENGTH
+    for request_id in ("queued", "late"):
+        failed = session.of(request_id)[-1].failed
+        assert failed.retryable
+        assert reason_in(failed.status) == "DRAINING"
+    assert reason_in(unary) == "DRAINING"
+    for error in (caught, idle_caught):
+        assert reason_in(status_in(error.value)) == "DRAINING"
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("how", ["grace", "second signal"])
+async def test_what_outlasts_the_grace_is_cut_with_its_output(how: str) -> None:
+    grace_s = "0.1" if how == "grace" else "600"
+    with server_process("--scripted-step-ms", "20", "--grace-s", grace_s) as server:
+        async with grpc.aio.insecure_channel(server.address) as channel, open_session(channel) as session:
+            await session.start("a", spec([1], max_tokens=2000))
+            await session.event("delta", "a")
+            await session.half_close()
+            server.terminate()
+            await session.event("go_away")
+            if how == "second signal":
+                server.terminate()
+            await session.to_the_end()  # half-closed and complete, so the stream ends well
+        assert server.wait() == 0
+    session.check("a")
+    finished = session.of("a")[-1].finished
+    assert finished.reason == types.FINISH_REASON_TIME_LIMIT
+    assert 0 < finished.usage.output_tokens == len(session.tokens("a")) < 2000
+
+
+def test_the_ready_line_says_what_is_served() -> None:
+    with server_process("--kv-blocks", "8", "--max-running-requests", "3", "--policy", "fcfs") as server:
+        server.terminate()
+        server.wait()
+        rest = server.process.stderr.read() if server.process.stderr else ""
+    assert server.ready_line == (
+        f"ready on {server.address}: model scripted, policy fcfs, 3 seats, "
+        "8 blocks of 16 tokens, largest request 128 tokens\n"
+    )
+    lines = [json.loads(line) for line in rest.splitlines()]  # JSON off a terminal
+    assert [line["event"] for line in lines] == ["server.draining", "server.stopped"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("serve", "--listen", "0.0.0.0:0"), "not loopback"),
+        (("serve", "--kv-blocks", "0"), "kv.num_blocks"),
+        (("serve", "--runner", "torch", "--model", "/no/such/model"), "/no/such/model"),
+        (("config", "show", "--config", "/nothing.toml"), "/nothing.toml"),
+    ],
+)
+def test_known_failures_are_one_line_and_status_2(arguments: tuple[str, ...], message: str) -> None:
+    result = run_cli(*arguments, extra={"VORRANG_SERVER__LISTEN": "127.0.0.1:0"})
+    assert result.returncode == 2, result.stderr
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("vorrang: ")
+    assert message in lines[0]
+
+
+_ENGINE_DIES = """
+import sys
+from engine.loop import Engine
+from server.serve import serve
+from server.settings import load
+
+async def die(self):
+    raise AssertionError("a bug")
+
+Engine.run = die
+serve(load(None, {"engine.runner": "scripted", "server.listen": "127.0.0.1:0"}, {}).settings, sys.exit)
+"""
+
+
+def test_when_the_engine_dies_the_process_ends_with_status_1() -> None:
+    result = run_python(_ENGINE_DIES, check=False)
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1] == "vorrang: the engine died; the log says why"
+    assert "engine.died" in result.stderr
+
+
+def test_config_show_prints_values_and_origins() -> None:
+    result = run_cli("config", "show", extra={"VORRANG_KV__NUM_BLOCKS": "77"})
+    assert result.returncode == 0
+    rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
+    assert rows["kv.num_blocks"] == ["77", "env"]
+    assert rows["scheduler.policy"] == ["priority", "default"]
+
+
+def test_doctor_runs() -> None:
+    result = run_cli("doctor")
+    assert result.returncode == 0, result.stderr
+    found = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in result.stdout.splitlines()}
+    assert {"cpu", "cores", "memory", "torch", "gpu", "default model", "cache folder", "compiler"} <= set(
+        found
+    )
+    assert all(found.values())
+
+
+def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
+    code = "import sys, server.cli; print(sorted({'torch', 'grpc', 'pydantic', 'numpy'} & set(sys.modules)))"
+    started = time.monotonic()
+    result = run_cli("--help")
+    assert time.monotonic() - started < 10
+    assert {"serve", "doctor", "config"} <= set(result.stdout.split())
+    assert run_python(code).stdout.strip() == "[]"

@@ -1,0 +1,81 @@
+"""A server as a process of its own: ``python -m server.cli``."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+_READY = re.compile(r"ready on (\S+:\d+): ")
+
+
+@dataclass
+class ServerProcess:
+    """A server that has said it is ready."""
+
+    process: "subprocess.Popen[str]"
+    address: str
+    ready_line: str
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self, timeout_s: float = 20) -> int:
+        """The exit status."""
+        return self.process.wait(timeout_s)
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Ours without the settings somebody may have exported, and with the repository's packages first."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("VORRANG_")}
+    return {**kept, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", **(extra or {})}
+
+
+def run_cli(
+    *arguments: str, timeout_s: float = 30, extra: Mapping[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command that ends by itself."""
+    command = [sys.executable, "-m", "server.cli", *arguments]
+    return _run(command, environment(extra), timeout_s)
+
+
+def run_python(code: str, *, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run code in a fresh interpreter."""
+    result = _run([sys.executable, "-c", code], environment(), 30)
+    assert not check or result.returncode == 0, result.stderr
+    return result
+
+
+def _run(command: list[str], env: dict[str, str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+
+
+@contextlib.contextmanager
+def server_process(*arguments: str) -> Iterator[ServerProcess]:
+    """A scripted server on a free port; it is killed on the way out if it is still there."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--runner", "scripted", "--listen", "127.0.0.1:0"]
+    with subprocess.Popen(
+        [*command, *arguments],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            match = _READY.match(line)
+            assert match, (line, process.stderr.read() if process.stderr and not line else "")
+            yield ServerProcess(process, match[1], line)
+        finally:
+            process.kill()
+            process.communicate()

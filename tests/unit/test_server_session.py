@@ -1,0 +1,153 @@
+"""A session over a fake stream: what depends on exact timing of reads and writes."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from engine.errors import MalformedFrame
+from engine.loop import Engine
+from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
+from engine.scheduler.config import SchedulerConfig
+from server.backend import Backend
+from server.session import MAX_REMEMBERED_IDS, MAX_WAITING_FRAMES, Session
+from server.settings import ServerSection
+from tests.support.wire import reason_in, settled, spec
+from vorrang.v1 import generation_pb2 as gen
+
+pytestmark = pytest.mark.asyncio
+
+
+class FakeStream:
+    """The context of a session call: a list of frames to read, a list of frames written."""
+
+    def __init__(self, frames: Sequence[bytes]) -> None:
+        self._frames = list(frames)
+        self.num_read = 0
+        self.written: list[gen.SessionResponse] = []
+        self.may_write = asyncio.Event()
+        self.may_write.set()
+        self.gone = False
+
+    def invocation_metadata(self) -> tuple[()]:
+        return ()
+
+    async def read(self) -> Any:
+        if self.num_read == len(self._frames):
+            return grpc.aio.EOF
+        self.num_read += 1
+        return self._frames[self.num_read - 1]
+
+    async def write(self, raw: bytes) -> None:
+        await self.may_write.wait()
+        if self.gone:
+            raise grpc.aio.UsageError("RPC already finished.")
+        self.written.append(gen.SessionResponse.FromString(raw))
+
+
+def frame(**command: Any) -> bytes:
+    return gen.SessionRequest(**command).SerializeToString()
+
+
+def start(request_id: str, **fields: Any) -> bytes:
+    return frame(start=gen.StartCommand(request_id=request_id, spec=spec([1], **fields)))
+
+
+OPEN = frame(open=gen.OpenCommand())
+
+
+def make_backend(**settings: Any) -> Backend:
+    backend = Backend(ServerSection(**settings))
+    engine = Engine(ScriptedRunner(64, 16), ScriptedTokenizer(), SchedulerConfig(), check_integrity=True)
+    backend.set_engine(engine)
+    return backend
+
+
+async def serve(backend: Backend, stream: FakeStream) -> None:
+    """Run a session to its end beside a running engine."""
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(backend.engine.run())
+        try:
+            await Session(backend, stream).run()  # type: ignore[arg-type]
+        finally:
+            await settled(lambda: backend.engine.statistics().num_alive == 0)
+            engine.cancel()
+    assert backend.statistics().num_requests == backend.statistics().num_sessions == 0
+
+
+async def test_nothing_is_read_after_the_last_bad_frame() -> None:
+    stream = FakeStream([OPEN, *[b"\xff"] * 9, start("late")])
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await serve(make_backend(max_bad_frames=3), stream)
+    assert caught.group_contains(MalformedFrame)
+    assert stream.num_read == 4
+    assert [f.WhichOneof("event") for f in stream.written] == ["opened", *["command_rejected"] * 3]
+
+
+async def test_a_client_that_does_not_read_its_rejections_is_not_read_from() -> None:
+    num_frames = 4 * MAX_WAITING_FRAMES
+    stream = FakeStream([OPEN, *[b""] * num_frames])
+    stream.may_write.clear()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve(make_backend(), stream))
+        await settled(lambda: stream.num_read >= MAX_WAITING_FRAMES)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert stream.num_read <= MAX_WAITING_FRAMES + 2
+        stream.may_write.set()
+    assert len(stream.written) == 1 + num_frames
+
+
+async def test_refused_starts_wait_for_the_reader_like_rejections() -> None:
+    num_frames = 4 * MAX_WAITING_FRAMES
+    stream = FakeStream([OPEN, *[start(f"r{number}", temperature=-1) for number in range(num_frames)]])
+    stream.may_write.clear()
+    async with asyncio.TaskGroup() as group:
+        group.create_task(serve(make_backend(), stream))
+        await settled(lambda: stream.num_read >= MAX_WAITING_FRAMES)
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert stream.num_read <= MAX_WAITING_FRAMES + 2
+        stream.may_write.set()
+    assert [(f.request_id, f.sequence) for f in stream.written[1:]] == [
+        (f"r{n}", 1) for n in range(num_frames)
+    ]
+
+
+async def test_a_write_to_a_client_that_left_ends_the_session_and_its_requests() -> None:
+    stream = FakeStream([OPEN, start("a", max_tokens=500), start("b", max_tokens=500)])
+    stream.gone = True
+    with pytest.raises(BaseExceptionGroup) as caught:
+        await serve(make_backend(), stream)
+    assert "PeerGone" in repr(caught.value)
+    assert stream.written == []
+
+
+async def test_a_cancelled_handler_leaves_nothing() -> None:
+    backend = make_backend()
+    stream = FakeStream([OPEN, start("a", max_tokens=500)])
+    stream.may_write.clear()
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(backend.engine.run())
+        handler = group.create_task(Session(backend, stream).run())  # type: ignore[arg-type]
+        await settled(lambda: backend.statistics().num_requests == 1)
+        handler.cancel()
+        await asyncio.wait([handler])
+        assert handler.cancelled()
+        await settled(lambda: backend.engine.statistics().num_alive == 0)
+        engine.cancel()
+    assert backend.statistics().num_requests == backend.statistics().num_sessions == 0
+
+
+async def test_ids_are_remembered_for_a_while_and_then_free_again() -> None:
+    ids = [f"r{number}" for number in range(MAX_REMEMBERED_IDS + 1)]
+    bad = [start(request_id, temperature=-1) for request_id in ids]
+    stream = FakeStream([OPEN, *bad, start(ids[1]), start(ids[0])])
+    await serve(make_backend(), stream)
+    events = stream.written[1 + len(ids) :]
+    assert reason_in(events[0].command_rejected.status) == "DUPLICATE_REQUEST_ID"
+    assert events[0].request_id == ids[1]
+    assert [f.WhichOneof("event") for f in events[1:]][-1] == "finished"
+    assert {f.request_id for f in events[1:]} == {ids[0]}

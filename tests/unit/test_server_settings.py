@@ -1,0 +1,86 @@
+"""Settings: order of sources, unknown keys, origins, messages."""
+
+from pathlib import Path
+
+import pytest
+
+from engine.scheduler.config import SchedulerConfig
+from server.settings import SettingsError, load
+
+
+def write(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "vorrang.toml"
+    path.write_text(text)
+    return path
+
+
+def test_file_is_overruled_by_environment_and_that_by_the_command_line(tmp_path: Path) -> None:
+    file = write(tmp_path, "[kv]\nnum_blocks = 1\nblock_size = 2\n[scheduler]\nwatermark = 0.5\n")
+    environment = {"VORRANG_KV__NUM_BLOCKS": "3", "VORRANG_SCHEDULER__WATERMARK": "0.25"}
+    loaded = load(file, {"kv.num_blocks": 4, "engine.threads": None}, environment)
+    settings = loaded.settings
+    assert (settings.kv.num_blocks, settings.kv.block_size) == (4, 2)
+    assert settings.scheduler_config.watermark == 0.25
+    origins = {entry.path: entry.origin for entry in loaded.describe()}
+    assert origins["kv.num_blocks"] == "cli"
+    assert origins["kv.block_size"] == "file"
+    assert origins["scheduler.watermark"] == "env"
+    assert origins["engine.threads"] == "default"
+
+
+def test_defaults_are_those_of_the_scheduler() -> None:
+    assert load(None, None, {}).settings.scheduler_config == SchedulerConfig()
+
+
+def test_every_setting_is_described_once() -> None:
+    described = load(None, None, {}).describe()
+    paths = [entry.path for entry in described]
+    assert len(paths) == len(set(paths)) > 25
+    assert {entry.origin for entry in described} == {"default"}
+
+
+@pytest.mark.parametrize(
+    ("text", "environment", "cli", "message"),
+    [
+        ("[kv]\nnum_block = 1\n", {}, {}, "kv.num_block is no setting (from file)"),
+        ("[kvv]\nnum_blocks = 1\n", {}, {}, "kvv is no setting (from file)"),
+        ("", {"VORRANG_KV__BLOCKS": "1"}, {}, "kv.blocks is no setting (from env)"),
+        ("", {"VORRANG_KVV__BLOCKS": "1"}, {}, "kvv is no setting (from env)"),
+        (
+            "",
+            {},
+            {"kv.num_blocks": 0},
+            "kv.num_blocks: input should be greater than or equal to 1, got 0 (from cli)",
+        ),
+        ("[kv]\nnum_blocks = 'x'\n", {}, {}, "got 'x' (from file)"),
+        ("", {"VORRANG_LOG__LEVEL": "loud"}, {}, "got 'loud' (from env)"),
+        ("", {"VORRANG_SERVER__LISTEN": "nowhere"}, {}, "server.listen: "),
+        ("", {}, {"scheduler.max_step_tokens": 1}, "scheduler.max_step_tokens must be at least max_running"),
+        ("", {}, {"scheduler.policy": "lottery"}, "lottery"),
+        ("", {}, {"kv.num_blocks": 1, "kv.bytes": 1}, "kv.bytes must not be set together with kv.num_blocks"),
+        ("kv = 1\n", {}, {}, "kv is no section"),
+        ("[kv\n", {}, {}, "can't be read"),
+    ],
+)
+def test_bad_settings_name_setting_rule_value_and_origin(
+    tmp_path: Path, text: str, environment: dict[str, str], cli: dict[str, object], message: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load(write(tmp_path, text), cli, environment)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="No such file"):
+        load(tmp_path / "nothing.toml", None, {})
+
+
+def test_variables_that_are_no_settings_are_left_alone() -> None:
+    load(None, None, {"VORRANG_TEST_TARGET": "x", "VORRANGX_KV__NUM_BLOCKS": "x", "HOME": "/"})
+
+
+def test_settings_are_frozen() -> None:
+    settings = load(None, None, {}).settings
+    with pytest.raises(ValueError, match="frozen"):
+        settings.kv.num_blocks = 5  # type: ignore[misc]
