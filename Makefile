@@ -25,7 +25,7 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 	$(BIN)/vorrang serve
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from engine.errors import VorrangError
-from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent
+from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent, Started
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.scheduler.commands import Command, Fail, Finish, SetLevel
 
@@ -21,6 +21,7 @@ class RequestHandle:
         queue_position: requests that would be served before it when it arrived.
         level: level in force.
         num_buffered_tokens: output tokens that wait to be taken.
+        started: whether it was ever admitted.
         finished: whether the terminal event has been put into the buffer.
     """
 
@@ -35,6 +36,7 @@ class RequestHandle:
         self.queue_position = queue_position
         self.level = spec.level
         self.num_buffered_tokens = 0
+        self.started = False
         self.finished = False
         self._send = send
         self._on_ready = on_ready
@@ -92,6 +94,8 @@ class RequestHandle:
             self._buffer.append(event)
         if isinstance(event, Delta):
             self.num_buffered_tokens += len(event.token_ids)
+        elif isinstance(event, Started):
+            self.started = True
         elif isinstance(event, LevelChanged):
             self.level = event.level
         elif isinstance(event, TERMINAL):

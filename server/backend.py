@@ -18,7 +18,7 @@ import structlog
 from engine.errors import Draining
 from engine.handle import RequestHandle
 from engine.loop import Engine
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
 from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from server import convert
@@ -59,23 +59,17 @@ class ServerStatistics:
     num_requests: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Ticket:
-    """A request that is submitted: its handle, and whether it is known to have started.
+    """A request that is submitted.
 
     Attributes:
         handle: the engine's.
-        spec: what was submitted.
         accepted: the first event its caller gets.
-        started: set by whoever takes its events.
     """
 
-    __slots__ = ("accepted", "handle", "spec", "started")
-
-    def __init__(self, handle: RequestHandle, accepted: AcceptedEvent) -> None:
-        self.handle = handle
-        self.spec: RequestSpec = handle.spec
-        self.accepted = accepted
-        self.started = False
+    handle: RequestHandle
+    accepted: AcceptedEvent
 
 
 class Backend:
@@ -184,7 +178,7 @@ class Backend:
     def fail_queued(self) -> None:
         """Fail, as retryable, every request that has not been seen to start."""
         for ticket in self._tickets.values():
-            if not ticket.started:
+            if not ticket.handle.started:
                 ticket.handle.fail(Draining())
 
     def enter(self) -> None:

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from engine.errors import InvalidRequest
-from engine.events import Delta, Failed, Finished, Started
+from engine.events import Delta, Failed, Finished
 from engine.request import FinishReason
 from server import convert
 from server.backend import Backend, Ticket, token_ids_of
@@ -75,7 +75,6 @@ class GenerationService:
             async for event in ticket.handle.events():
                 if isinstance(event, Failed):
                     raise event.error
-                ticket.started |= isinstance(event, Started)
                 sequence += 1
                 frame = gen.GenerateStreamResponse(sequence=sequence)
                 ignored = ticket.accepted.priority_ignored
@@ -99,8 +98,6 @@ class GenerationService:
             await context.send_initial_metadata(())  # accepted: from now on a retry would not be safe
             async for event in ticket.handle.events():
                 match event:
-                    case Started():
-                        ticket.started = True
                     case Delta():
                         pieces.append(event.text)
                         response.token_ids.extend(event.token_ids)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from engine.events import Started
 from server import convert
 from server.backend import Ticket
 from vorrang.v1 import generation_pb2 as gen
@@ -58,7 +57,6 @@ class LiveRequest:
         ended = self.ticket.handle.finished
         self.level = self.ticket.handle.level
         for event in self.ticket.handle.take():
-            self.ticket.started |= isinstance(event, Started)
             frames.append(self._frame())
             convert.fill_event(frames[-1], event, priority_ignored=self.ticket.accepted.priority_ignored)
         return frames, ended

@@ -1,19 +1,24 @@
 """Settings of the server: TOML file < environment ``VORRANG_KV__NUM_BLOCKS`` < command line.
 
-Unknown keys fail; every value knows where it came from. Both are why the sources
-are read here and not by pydantic-settings, which knows neither origins nor
-variables of unknown sections.
+Unknown keys fail, and every value knows where it came from.
 """
 
 import dataclasses
+import functools
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from engine.errors import VorrangError
 from engine.scheduler.config import SchedulerConfig
@@ -123,10 +128,16 @@ SchedulerSection: Any = create_model(
 )
 
 
-class Settings(BaseModel):
-    """All settings; made by ``load``."""
+class Settings(BaseSettings):
+    """All settings. ``load`` fills them from every source; made directly, they take arguments alone."""
 
-    model_config = _FROZEN
+    model_config = SettingsConfigDict(
+        env_prefix=PREFIX,
+        env_nested_delimiter=DELIMITER,
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+    )
 
     server: ServerSection = ServerSection()
     model: ModelSection = ModelSection()
@@ -134,6 +145,18 @@ class Settings(BaseModel):
     scheduler: SchedulerSection = SchedulerSection()
     engine: EngineSection = EngineSection()
     log: LogSection = LogSection()
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments alone."""
+        return (init_settings,)
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -163,42 +186,53 @@ class Loaded:
 
     def describe(self) -> list[Described]:
         """Every effective value and its origin."""
-        values = dict(_flat(self.settings.model_dump()))
+        values = _flat(self.settings.model_dump())
         return [Described(path, value, self.origins.get(path, "default")) for path, value in values.items()]
 
 
-def load(
-    config: Path | None = None,
-    cli: Mapping[str, object] | None = None,
-    environment: Mapping[str, str] | None = None,
-) -> Loaded:
+def load(config: Path | None = None, cli: Mapping[str, object] | None = None) -> Loaded:
     """Read and validate all sources.
 
     Args:
         config: TOML file; None = none.
         cli: values from the command line by path, such as ``kv.num_blocks``; None values are left out.
-        environment: environment variables; None = the process's own.
 
     Raises:
         SettingsError: a source can't be read, a key is unknown or a value breaks a rule.
     """
-    environment = os.environ if environment is None else environment
-    sources = {
-        "file": _from_file(config),
-        "env": _from_environment(environment),
-        "cli": {path: value for path, value in (cli or {}).items() if value is not None},
-    }
-    origins = {path: origin for origin, values in sources.items() for path in values}
-    merged: dict[str, Any] = {}
-    for values in sources.values():
-        for path, value in values.items():
-            section, _, name = path.partition(".")
-            merged.setdefault(section, {})[name] = value
+    origins: dict[str, str] = {}
+
+    class FromAllSources(Settings):
+        """Settings that note where each value comes from."""
+
+        @classmethod
+        def settings_customise_sources(
+            cls,
+            settings_cls: type[BaseSettings],
+            init_settings: PydanticBaseSettingsSource,
+            env_settings: PydanticBaseSettingsSource,
+            dotenv_settings: PydanticBaseSettingsSource,
+            file_secret_settings: PydanticBaseSettingsSource,
+        ) -> tuple[PydanticBaseSettingsSource, ...]:
+            sources = {
+                "file": TomlConfigSettingsSource(settings_cls, config),
+                "env": env_settings,
+                "cli": init_settings,
+            }
+            for origin, source in sources.items():
+                origins.update(dict.fromkeys(_flat(source()), origin))
+            return tuple(reversed(sources.values()))
+
+    if config is not None and not config.is_file():
+        raise SettingsError(f"the config file {config} can't be read: no such file")
+    _refuse_unknown_sections()
     try:
-        settings = Settings(**merged)
+        settings = FromAllSources(**_nested(cli or {}))
         policy_named(settings.scheduler_config.policy)
     except ValidationError as error:
         raise SettingsError(_explain(error, origins)) from None
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise SettingsError(f"the config file {config} can't be read: {error}") from None
     except VorrangError as error:
         raise SettingsError(str(error)) from None
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
@@ -206,35 +240,30 @@ def load(
     return Loaded(settings, origins)
 
 
-def _from_file(path: Path | None) -> dict[str, object]:
-    if path is None:
-        return {}
-    try:
-        with path.open("rb") as file:
-            tree = tomllib.load(file)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise SettingsError(f"the config file {path} can't be read: {reason}") from None
-    for section, values in tree.items():
-        if not isinstance(values, dict):
-            raise SettingsError(f"{section} is no section, in {path}: settings stand under a [section]")
-    return dict(_flat(tree))
+def _refuse_unknown_sections() -> None:
+    """The environment source passes over variables of sections it does not know."""
+    for variable in os.environ:
+        section, delimiter, _ = variable.removeprefix(PREFIX).partition(DELIMITER)
+        if variable.startswith(PREFIX) and delimiter and section.lower() not in Settings.model_fields:
+            raise SettingsError(f"{section.lower()} is no setting (from env, {variable})")
 
 
-def _from_environment(environment: Mapping[str, str]) -> dict[str, object]:
-    """Variables named ``VORRANG_<section>__<name>``; others with that prefix are not settings."""
-    found: dict[str, object] = {}
-    for variable, value in environment.items():
-        section, delimiter, name = variable.removeprefix(PREFIX).lower().partition(DELIMITER)
-        if variable.startswith(PREFIX) and delimiter:
-            found[f"{section}.{name}"] = value
-    return found
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
+    """``{"kv.num_blocks": 1}`` as ``{"kv": {"num_blocks": 1}}``; None values are left out."""
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        if value is not None:
+            *sections, name = path.split(".")
+            functools.reduce(lambda node, key: node.setdefault(key, {}), sections, tree)[name] = value
+    return tree
 
 
-def _flat(tree: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    for section, values in tree.items():
-        for name, value in values.items():
-            yield f"{section}.{name}", value
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, object]:
+    """The reverse of ``_nested``."""
+    flat: dict[str, object] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
+    return flat
 
 
 def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:

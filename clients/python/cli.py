@@ -138,7 +138,7 @@ def chat(
 def demo(
     batch: Annotated[int, typer.Option(min=1, help="Long batch requests; at least as many as seats.")] = 10,
     interactive: Annotated[int, typer.Option(min=1, help="Short interactive requests.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output of a batch request.")] = 120,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output of a batch request.")] = 96,
     seats: Annotated[int, typer.Option(min=1, help="Seats of the server.")] = 4,
     gap: Annotated[float, typer.Option(min=0.0, help="Seconds between interactive requests.")] = 1.5,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the server.")] = None,

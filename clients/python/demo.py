@@ -70,7 +70,7 @@ class DemoOptions:
     num_batch: int = 10
     num_interactive: int = 4
     num_seats: int = 4
-    batch_tokens: int = 120
+    batch_tokens: int = 96
     interactive_tokens: int = 24
     gap_s: float = 1.5
     num_threads: int | None = None

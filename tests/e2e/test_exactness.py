@@ -44,7 +44,7 @@ QUESTIONS = [
     "Describe the water cycle step by step, from the ocean to the clouds, the rain, the rivers and back "
     "again; then say in two sentences how forests, cities and dams change it, and give one example of each.",
 ]
-NUM_TOKENS = 20
+NUM_TOKENS = 10
 
 
 @functools.cache
@@ -110,7 +110,7 @@ async def test_greedy_output_alone_equals_transformers_generate():
 @pytest.mark.asyncio
 async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():
     config = SchedulerConfig(max_running_requests=8, max_step_tokens=48, max_chunk_tokens=16)
-    engine = Engine(SmallPool(16), default_model().tokenizer, config, check_integrity=True)
+    engine = Engine(SmallPool(10), default_model().tokenizer, config, check_integrity=True)
     async with asyncio.TaskGroup() as group:
         loop = group.create_task(engine.run())
         tasks = [

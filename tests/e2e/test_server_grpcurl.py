@@ -1,4 +1,4 @@
-"""The lines of docs/GRPCURL.md, run as they stand by the real grpcurl."""
+"""The lines of docs/GRPCURL.md and README.md, run as they stand by the real grpcurl."""
 
 import json
 import shlex
@@ -16,8 +16,8 @@ GRPCURL = Path(sys.executable).parent / "grpcurl"
 DOCUMENTED_ADDRESS = "127.0.0.1:50051"
 
 
-def lines() -> list[str]:
-    text = (ROOT / "docs" / "GRPCURL.md").read_text()
+def lines(document: str = "docs/GRPCURL.md") -> list[str]:
+    text = (ROOT / document).read_text()
     return [line for line in text.splitlines() if line.startswith("grpcurl ")]
 
 
@@ -54,7 +54,7 @@ def objects(text: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("line", lines(), ids=lambda line: line.split()[-1])
+@pytest.mark.parametrize("line", lines() + lines("README.md"), ids=lambda line: line.split()[-1])
 def test_every_line_works(server: ServerProcess, line: str) -> None:
     assert run(line, server.address).strip()
 

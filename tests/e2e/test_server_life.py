@@ -29,7 +29,7 @@ def scripted() -> Loaded:
 
 def make_app(loader: Callable[[], Loaded] = scripted, **settings: object) -> App:
     values = {"server.listen": "127.0.0.1:0"} | {f"server.{name}": value for name, value in settings.items()}
-    return App(load(None, values, {}).settings, loader)
+    return App(load(None, values).settings, loader)
 
 
 async def health_of(channel: Any) -> int:

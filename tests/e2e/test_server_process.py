@@ -117,7 +117,7 @@ async def die(self):
     raise AssertionError("a bug")
 
 Engine.run = die
-serve(load(None, {"engine.runner": "scripted", "server.listen": "127.0.0.1:0"}, {}).settings, sys.exit)
+serve(load(None, {"engine.runner": "scripted", "server.listen": "127.0.0.1:0"}).settings, sys.exit)
 """
 
 

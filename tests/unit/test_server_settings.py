@@ -1,5 +1,6 @@
 """Settings: order of sources, unknown keys, origins, messages."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -8,16 +9,25 @@ from engine.scheduler.config import SchedulerConfig
 from server.settings import SettingsError, load
 
 
+@pytest.fixture(autouse=True)
+def no_settings_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in [name for name in os.environ if name.startswith("VORRANG_")]:
+        monkeypatch.delenv(variable)
+
+
 def write(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "vorrang.toml"
     path.write_text(text)
     return path
 
 
-def test_file_is_overruled_by_environment_and_that_by_the_command_line(tmp_path: Path) -> None:
+def test_file_is_overruled_by_environment_and_that_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = write(tmp_path, "[kv]\nnum_blocks = 1\nblock_size = 2\n[scheduler]\nwatermark = 0.5\n")
-    environment = {"VORRANG_KV__NUM_BLOCKS": "3", "VORRANG_SCHEDULER__WATERMARK": "0.25"}
-    loaded = load(file, {"kv.num_blocks": 4, "engine.threads": None}, environment)
+    monkeypatch.setenv("VORRANG_KV__NUM_BLOCKS", "3")
+    monkeypatch.setenv("VORRANG_SCHEDULER__WATERMARK", "0.25")
+    loaded = load(file, {"kv.num_blocks": 4, "engine.threads": None})
     settings = loaded.settings
     assert (settings.kv.num_blocks, settings.kv.block_size) == (4, 2)
     assert settings.scheduler_config.watermark == 0.25
@@ -29,11 +39,11 @@ def test_file_is_overruled_by_environment_and_that_by_the_command_line(tmp_path:
 
 
 def test_defaults_are_those_of_the_scheduler() -> None:
-    assert load(None, None, {}).settings.scheduler_config == SchedulerConfig()
+    assert load().settings.scheduler_config == SchedulerConfig()
 
 
 def test_every_setting_is_described_once() -> None:
-    described = load(None, None, {}).describe()
+    described = load().describe()
     paths = [entry.path for entry in described]
     assert len(paths) == len(set(paths)) > 25
     assert {entry.origin for entry in described} == {"default"}
@@ -45,7 +55,7 @@ def test_every_setting_is_described_once() -> None:
         ("[kv]\nnum_block = 1\n", {}, {}, "kv.num_block is no setting (from file)"),
         ("[kvv]\nnum_blocks = 1\n", {}, {}, "kvv is no setting (from file)"),
         ("", {"VORRANG_KV__BLOCKS": "1"}, {}, "kv.blocks is no setting (from env)"),
-        ("", {"VORRANG_KVV__BLOCKS": "1"}, {}, "kvv is no setting (from env)"),
+        ("", {"VORRANG_KVV__BLOCKS": "1"}, {}, "kvv is no setting (from env, VORRANG_KVV__BLOCKS)"),
         (
             "",
             {},
@@ -58,29 +68,38 @@ def test_every_setting_is_described_once() -> None:
         ("", {}, {"scheduler.max_step_tokens": 1}, "scheduler.max_step_tokens must be at least max_running"),
         ("", {}, {"scheduler.policy": "lottery"}, "lottery"),
         ("", {}, {"kv.num_blocks": 1, "kv.bytes": 1}, "kv.bytes must not be set together with kv.num_blocks"),
-        ("kv = 1\n", {}, {}, "kv is no section"),
+        ("kv = 1\n", {}, {}, "kv: input should be"),
         ("[kv\n", {}, {}, "can't be read"),
     ],
 )
 def test_bad_settings_name_setting_rule_value_and_origin(
-    tmp_path: Path, text: str, environment: dict[str, str], cli: dict[str, object], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    environment: dict[str, str],
+    cli: dict[str, object],
+    message: str,
 ) -> None:
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     with pytest.raises(SettingsError) as caught:
-        load(write(tmp_path, text), cli, environment)
+        load(write(tmp_path, text), cli)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="No such file"):
-        load(tmp_path / "nothing.toml", None, {})
+    with pytest.raises(SettingsError, match="no such file"):
+        load(tmp_path / "nothing.toml")
 
 
-def test_variables_that_are_no_settings_are_left_alone() -> None:
-    load(None, None, {"VORRANG_TEST_TARGET": "x", "VORRANGX_KV__NUM_BLOCKS": "x", "HOME": "/"})
+def test_variables_that_are_no_settings_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VORRANG_TEST_TARGET", "x")
+    monkeypatch.setenv("VORRANGX_KV__NUM_BLOCKS", "x")
+    load()
 
 
 def test_settings_are_frozen() -> None:
-    settings = load(None, None, {}).settings
+    settings = load().settings
     with pytest.raises(ValueError, match="frozen"):
         settings.kv.num_blocks = 5  # type: ignore[misc]

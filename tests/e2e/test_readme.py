@@ -1,0 +1,37 @@
+"""What the README tells a new user to run."""
+
+import re
+import subprocess
+import sys
+
+from tests.support.process import ROOT, environment, server_process
+
+
+def test_the_first_client_works_as_it_stands() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert "127.0.0.1:50051" in code
+    with server_process() as server:
+        done = subprocess.run(
+            [sys.executable, "-c", code.replace("127.0.0.1:50051", server.address)],
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+            cwd=ROOT,
+            env=environment(),
+        )
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^question: .+\nreport: .+ \(\d+ times preempted\)$", done.stdout, re.MULTILINE)
+
+
+def test_every_make_target_named_in_the_documents_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md"):
+        named = set(re.findall(r"make ([a-z-]+)", (ROOT / document).read_text()))
+        assert named <= targets | {"alone"}, document
+
+
+def test_every_file_named_in_the_documents_exists() -> None:
+    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
+        for path in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
+            assert (ROOT / path).exists(), f"{document} names {path}"
