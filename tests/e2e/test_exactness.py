@@ -6,9 +6,10 @@ import functools
 import pytest
 import torch
 
-from engine.events import Delta, Finished, Preempted, TokensSampled
+from engine.events import Delta, Finished, Preempted
 from engine.loop import Engine
-from engine.request import RequestId, RequestSpec, RequestStatus
+from engine.models.registry import LoadedModel, load
+from engine.request import Request, RequestId, RequestSpec, RequestStatus
 from engine.runner.base import PoolShape
 from engine.runner.inline import InlineRunner
 from engine.sampling import SamplingParams
@@ -17,9 +18,9 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
 from engine.text import ChatMessage
 from kv.block_manager import BlockManager
-from tests.support.models import default_model, reference_model
+from tests.support.models import default_model, reference_model, tiny_llama
 
-pytestmark = [pytest.mark.model, pytest.mark.slow]
+pytestmark = [pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
 
 QUESTIONS = [
     "Hi!",
@@ -44,7 +45,7 @@ QUESTIONS = [
     "Describe the water cycle step by step, from the ocean to the clouds, the rain, the rivers and back "
     "again; then say in two sentences how forests, cities and dams change it, and give one example of each.",
 ]
-NUM_TOKENS = 10
+NUM_TOKENS = 8
 
 
 @functools.cache
@@ -81,7 +82,8 @@ class SmallPool(InlineRunner):
         return PoolShape(self._num_blocks, super().pool.block_size)
 
 
-async def generate(engine: Engine, index: int, level: int) -> list:
+async def generate(engine: Engine, index: int, level: int, under_way: asyncio.Event | None = None) -> list:
+    """All events of one request; ``under_way`` is set when it has produced four tokens."""
     spec = RequestSpec(
         RequestId(f"r{index}"),
         tuple(prompts()[index]),
@@ -89,7 +91,12 @@ async def generate(engine: Engine, index: int, level: int) -> list:
         level,
         engine.info.eos_token_ids,
     )
-    return [event async for event in engine.submit(spec).events()]
+    events = []
+    async for event in engine.submit(spec).events():
+        events.append(event)
+        if under_way is not None and len(tokens_of(events)) >= 4:
+            under_way.set()
+    return events
 
 
 def tokens_of(events: list) -> list[int]:
@@ -109,14 +116,20 @@ async def test_greedy_output_alone_equals_transformers_generate():
 
 @pytest.mark.asyncio
 async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():
-    config = SchedulerConfig(max_running_requests=8, max_step_tokens=48, max_chunk_tokens=16)
-    engine = Engine(SmallPool(10), default_model().tokenizer, config, check_integrity=True)
+    config = SchedulerConfig(max_running_requests=4, max_step_tokens=48, max_chunk_tokens=16)
+    engine = Engine(SmallPool(12), default_model().tokenizer, config, check_integrity=True)
     async with asyncio.TaskGroup() as group:
         loop = group.create_task(engine.run())
-        tasks = [
-            group.create_task(generate(engine, index, [10, 0, -10][index % 3]))
-            for index in range(len(QUESTIONS))
-        ]
+        tasks = []
+        under_way = asyncio.Event()
+        under_way.set()
+        for index in range(len(QUESTIONS)):
+            # Batch first, then standard, then interactive ones, each class once the one before computes.
+            if index in (0, 6, 12):
+                await under_way.wait()
+                under_way = asyncio.Event()
+            level = [10, 0, -10][min(2, index // 6)]
+            tasks.append(group.create_task(generate(engine, index, level, under_way)))
         outputs = await asyncio.gather(*tasks)
         loop.cancel()
     for index, events in enumerate(outputs):
@@ -129,43 +142,59 @@ async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_
 
 
 def run_preempted(
-    sampling: SamplingParams, every: dict[str, int], *, prefix_cache: bool
-) -> dict[str, list[int]]:
-    """Run one request per entry, preempting it after every ``every[name]``-th output token (0 = never)."""
-    model = default_model().model
+    loaded: LoadedModel, sampling: SamplingParams, every: list[int], *, prefix_cache: bool
+) -> dict[int, list[int]]:
+    """Outputs of one request per ``k`` of ``every``, preempted after each k-th output token (0 = never)."""
+    model = loaded.model
     config = SchedulerConfig(max_running_requests=64, max_step_tokens=512, max_chunk_tokens=64)
     blocks = BlockManager(model.pool.num_blocks, model.pool.block_size, enable_prefix_cache=prefix_cache)
     scheduler = Scheduler(config, blocks)
-    prompt = tuple(default_model().tokenizer.encode("The old harbour"))
-    requests = [scheduler.submit(RequestSpec(RequestId(name), prompt, sampling), 0.0) for name in every]
-    outputs: dict[str, list[int]] = {name: [] for name in every}
+    prompt = tuple(loaded.tokenizer.encode("The old harbour"))
+    requests: dict[int, Request] = {}
+    for k in every:
+        scheduler.submit(RequestSpec(RequestId(f"{k}"), prompt, sampling), 0.0)
+        request = scheduler.find(RequestId(f"{k}"))
+        assert request is not None
+        requests[k] = request
     while scheduler.has_requests:
         plan = scheduler.plan(0.0)
-        for event in scheduler.commit(plan, model.run(plan), 0.0):
-            if isinstance(event, TokensSampled):
-                outputs[event.request_id].extend(event.token_ids)
+        scheduler.commit(plan, model.run(plan), 0.0)
         scheduler.check_integrity()
-        for request in requests:
-            k, done = every[request.request_id], request.num_output_tokens
-            if k and request.status is RequestStatus.RUNNING and done == (request.num_preemptions + 1) * k:
+        for k, request in requests.items():
+            due = k and request.num_output_tokens == (request.num_preemptions + 1) * k
+            if due and request.status is RequestStatus.RUNNING:
                 scheduler.apply(Preempt(request.request_id), 0.0)
-    for request in requests:
-        k = every[request.request_id]
+    for k, request in requests.items():
         assert request.num_preemptions == (40 // k if k else 0)
-    return outputs
+    return {k: request.output_token_ids for k, request in requests.items()}
+
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=41)
+SEEDED = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=2026, max_tokens=41)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama(folder)
+    return load(str(folder), num_blocks=512, num_threads=1)
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True], ids=["from nothing", "from its own blocks"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_a_preemption_after_every_kth_token_changes_no_token(
+    tiny: LoadedModel, sampling: SamplingParams, prefix_cache: bool
+) -> None:
+    outputs = run_preempted(tiny, sampling, list(range(41)), prefix_cache=prefix_cache)
+    assert len(outputs[0]) == 41
+    assert {k: tokens == outputs[0] for k, tokens in outputs.items()} == dict.fromkeys(range(41), True)
 
 
 @pytest.mark.parametrize(
-    ("sampling", "prefix_cache"),
-    [
-        (SamplingParams(temperature=0.0, max_tokens=41), False),
-        (SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, seed=2026, max_tokens=41), True),
-    ],
-    ids=["greedy, recomputed from nothing", "seeded, recomputed from its own cached blocks"],
+    ("sampling", "prefix_cache"), [(GREEDY, False), (SEEDED, True)], ids=["greedy", "seeded"]
 )
-def test_a_preemption_after_every_kth_token_changes_no_token(sampling, prefix_cache):
-    every = {"undisturbed": 0} | {f"k={k}": k for k in range(1, 41)}
-    outputs = run_preempted(sampling, every, prefix_cache=prefix_cache)
-    assert len(outputs["undisturbed"]) == 41
-    for name, tokens in outputs.items():
-        assert tokens == outputs["undisturbed"], name
+def test_nor_does_it_with_the_real_model(sampling: SamplingParams, prefix_cache: bool) -> None:
+    every = [0, 1, 2, 3, 5, 8, 13, 21, 34, 40]
+    outputs = run_preempted(default_model(), sampling, every, prefix_cache=prefix_cache)
+    assert len(outputs[0]) == 41
+    assert {k: tokens == outputs[0] for k, tokens in outputs.items()} == dict.fromkeys(every, True)

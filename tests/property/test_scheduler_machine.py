@@ -132,6 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_any_calls_in_any_order_keep_every_invariant():
     SchedulerMachine.num_steps = SchedulerMachine.num_preemptions = 0
     rounds = 0
