@@ -20,6 +20,11 @@ def frame(**event: Any) -> generation_pb2.GenerateStreamResponse:
     return generation_pb2.GenerateStreamResponse(**event)
 
 
+def take_interrupts() -> None:
+    """Whoever runs the tests in the background may have told their children to ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 async def start(*arguments: str, target: str = "") -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -30,6 +35,7 @@ async def start(*arguments: str, target: str = "") -> asyncio.subprocess.Process
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "VORRANG_TARGET": target, "COLUMNS": "200"},
+        preexec_fn=take_interrupts,
     )
 
 
