@@ -20,22 +20,23 @@ def frame(**event: Any) -> generation_pb2.GenerateStreamResponse:
     return generation_pb2.GenerateStreamResponse(**event)
 
 
-def take_interrupts() -> None:
-    """Whoever runs the tests in the background may have told their children to ignore SIGINT."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+#: Whoever runs the tests in the background may have told their children to ignore SIGINT.
+AS_A_USER = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "runpy.run_module('clients.python.cli', run_name='__main__', alter_sys=True)"
+)
 
 
 async def start(*arguments: str, target: str = "") -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        "-m",
-        "clients.python.cli",
+        "-c",
+        AS_A_USER,
         *arguments,
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         env={**os.environ, "VORRANG_TARGET": target, "COLUMNS": "200"},
-        preexec_fn=take_interrupts,
     )
 
 
