@@ -3,11 +3,14 @@
 Exit codes: 0 success, 2 wrong usage or a refused setting.
 """
 
+import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -186,8 +189,20 @@ def _simulate(
             progress.update(task, completed=state.num_arrived - state.num_alive, now=now)
 
         if driver == "engine":
-            return simulator.simulate_engine(arrivals, runner, config)
+            with _only_warnings():
+                return simulator.simulate_engine(arrivals, runner, config)
         return simulator.simulate(arrivals, runner, config, on_progress=show)
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Keep the engine's line per request, of thousands of requests that never were, out of the output."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def _show(console: Console, title: str, reports: list[Report], json_path: Path | None) -> None:

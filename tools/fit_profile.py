@@ -2,10 +2,11 @@
 
     python tools/fit_profile.py ../shared/traces/calibration/rtx4090_llama31_8b [W,c0,c1,kappa]
 
-reads PREFIX_dense.csv.gz, PREFIX_per_sequence.csv.gz and PREFIX_attention.csv.gz (LLMServingSim's profiles of Llama-3.1-8B: microseconds per kernel, one layer) and prints the
-constants, the first four as given if they are. Nothing is fitted to the time of a whole step or a request,
-so a measured serving run remains a test of the model. docs/SIMULATOR.md has the
-definitions.
+reads PREFIX_dense.csv.gz, PREFIX_per_sequence.csv.gz and PREFIX_attention.csv.gz
+(LLMServingSim's profiles of Llama-3.1-8B: microseconds per kernel, one layer) and
+prints the constants, the first four as given if they are. Nothing is fitted to the
+time of a whole step or a request, so a measured serving run remains a test of the
+model. docs/SIMULATOR.md has the definitions.
 """
 
 import csv

@@ -1,7 +1,9 @@
 """Names for scheduler configurations, and how they are written on a command line.
 
 ``NAME`` or ``NAME:field=value,field=value``, where NAME is a preset and fields are
-those of ``SchedulerConfig``. What this version's scheduler can't do is refused by name.
+those of ``SchedulerConfig``: ``field``, or ``part.field`` where a field is a group
+of settings; a field that only such groups have is set in all of them. What this
+version's scheduler can't do is refused by name.
 """
 
 import dataclasses
@@ -9,6 +11,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from engine.runner.simulated import CONTEXT_TOKENS
 from engine.scheduler.config import InvalidSetting, SchedulerConfig
@@ -16,6 +19,7 @@ from engine.scheduler.order import policy_named
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
 
+#: A field's value.
 Value = str | int | float | bool | None
 
 #: What vLLM runs an 8B model with; limits on the queue are out of the way.
@@ -27,8 +31,11 @@ BASE: Mapping[str, Value] = {
     "max_waiting_requests": 1_000_000,
 }
 
+_DEFAULT = SchedulerConfig()
 _FIELDS = {field.name for field in dataclasses.fields(SchedulerConfig)}
-_TYPES = typing.get_type_hints(SchedulerConfig)
+_GROUPS: Mapping[str, Any] = {
+    name: group for name in _FIELDS if dataclasses.is_dataclass(group := getattr(_DEFAULT, name))
+}
 
 #: Where there is no switch, a gap that no two levels have keeps arrivals from preempting.
 _NO_ARRIVALS: Mapping[str, Value] = (
@@ -39,6 +46,8 @@ PRESETS: Mapping[str, Mapping[str, Value]] = {
     "fcfs": {"policy": "fcfs"},
     "priority": {"policy": "priority"},
     "priority-no-arrivals": {"policy": "priority", **_NO_ARRIVALS},
+    # vLLM with --scheduling-policy priority: overtaking in the queue alone, and no watermark.
+    "vllm-like": {"policy": "priority", **_NO_ARRIVALS, "watermark": 0.0},
     "fair": {"policy": "fair"},
     "prefill-first": {"policy": "priority", "discipline": "prefill_first"},
     "static": {"policy": "priority", "discipline": "static"},
@@ -79,10 +88,10 @@ def parse_assignment(text: str) -> dict[str, Value]:
         InvalidSetting: no such field, or not a value of its type.
     """
     name, equals, value = text.partition("=")
-    _check_field(name)
+    places = _places(name)
     if not equals:
         raise InvalidSetting(f"scheduler.{name}", "must be written as field=value", text)
-    return {name: _parse(name, value)}
+    return {name: _parse(name, _hint(*places[0]), value)}
 
 
 def build(values: Mapping[str, Value]) -> SchedulerConfig:
@@ -91,9 +100,16 @@ def build(values: Mapping[str, Value]) -> SchedulerConfig:
     Raises:
         InvalidSetting: a field, policy or discipline it does not have, or a bad value.
     """
-    for name in values:
-        _check_field(name)
-    config = SchedulerConfig(**values)  # type: ignore[arg-type]
+    flat: dict[str, Any] = {}
+    groups: dict[str, dict[str, Value]] = {}
+    for name, value in values.items():
+        for group, field in _places(name):
+            if group:
+                groups.setdefault(group, {})[field] = value
+            else:
+                flat[field] = value
+    flat |= {group: dataclasses.replace(_GROUPS[group], **fields) for group, fields in groups.items()}
+    config = SchedulerConfig(**flat)
     policy_named(config.policy)
     Scheduler(config, BlockManager(1, 1))  # whatever else it checks, it checks now
     return config
@@ -112,14 +128,27 @@ def _is_available(preset: str) -> bool:
     return True
 
 
-def _check_field(name: str) -> None:
-    if name not in _FIELDS:
-        rule = f"is no setting of this version's scheduler; it has {', '.join(sorted(_FIELDS))}"
+def _places(name: str) -> list[tuple[str, str]]:
+    """Where a setting goes: (group, field), the group empty for a field of the configuration itself."""
+    group, dot, field = name.rpartition(".")
+    if not dot and name in _FIELDS - set(_GROUPS):
+        return [("", name)]
+    groups = [group] if dot else sorted(_GROUPS)
+    places = [(g, field) for g in groups if g in _GROUPS and hasattr(_GROUPS[g], field)]
+    if not places:
+        known = sorted(_FIELDS - set(_GROUPS))
+        known += sorted(f"{g}.{f.name}" for g, part in _GROUPS.items() for f in dataclasses.fields(part))
+        rule = f"is no setting of this version's scheduler; it has {', '.join(known)}"
         raise InvalidSetting(f"scheduler.{name}", rule, name)
+    return places
 
 
-def _parse(name: str, text: str) -> Value:
-    kinds = _kinds(_TYPES[name])
+def _hint(group: str, field: str) -> object:
+    return typing.get_type_hints(type(_GROUPS[group]) if group else SchedulerConfig)[field]
+
+
+def _parse(name: str, hint: object, text: str) -> Value:
+    kinds = _kinds(hint)
     if type(None) in kinds and text in ("", "none"):
         return None
     if bool in kinds and text in ("true", "false"):

@@ -11,9 +11,13 @@ from engine.sim.metrics import ClassReport, Distribution, Report
 
 
 def print_reports(console: Console, title: str, reports: Sequence[Report]) -> None:
-    """Two tables: latencies by class, and each configuration as a whole."""
-    console.print(_latencies(title, reports))
-    console.print(_totals(reports))
+    """Two tables, as wide as they must be: latencies by class, and each configuration as a whole."""
+    tables = (_latencies(title, reports), _totals(reports))
+    unlimited = console.options.update(width=1000)
+    width = max(console.measure(table, options=unlimited).maximum for table in tables)
+    console.width = max(console.width, width)  # cut columns would hide what was asked for
+    for table in tables:
+        console.print(table)
 
 
 def to_json(title: str, reports: Sequence[Report]) -> str:

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InvalidRequest
 from engine.priority import DEFAULT_LEVEL, level_named
@@ -66,7 +67,7 @@ class SimRequest:
 
     def spec(self) -> RequestSpec:
         """What is asked of the engine: exactly ``num_output_tokens`` tokens."""
-        more = {"tenant": self.tenant} if "tenant" in _SPEC_FIELDS else {}
+        more: dict[str, Any] = {"tenant": self.tenant} if "tenant" in _SPEC_FIELDS else {}
         return RequestSpec(
             request_id=self.request_id,
             prompt_token_ids=self.prompt_token_ids(),
