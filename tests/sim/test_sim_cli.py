@@ -31,7 +31,7 @@ def test_several_configurations_give_one_table(trace_file):
 
 
 def test_the_table_shows_every_class(trace_file):
-    result = sim(trace_file, "--limit", 10, "--policy", "fcfs")
+    result = sim(trace_file, "--limit", 30, "--policy", "fcfs")
     assert result.exit_code == 0
     assert "interactive" in result.stdout
     assert "makespan" in result.stdout
