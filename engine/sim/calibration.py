@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.runner.simulated import SimulatedRunner
+from engine.scheduler.config import SchedulerConfig
 from engine.sim import metrics
-from engine.sim.configurations import Configuration, parse_configuration
+from engine.sim.configurations import BASE, LIKE_VLLM, build
 from engine.sim.profiles import profile_named
 from engine.sim.recorder import RequestRecord
 from engine.sim.simulator import simulate
@@ -28,14 +29,14 @@ class MeasuredRun:
         file: its requests, see ``read_measured``.
         profile: hardware.
         num_blocks: KV blocks.
-        settings: of the scheduler. vLLM has no watermark.
+        config: of the scheduler.
     """
 
     name: str
     file: str
     profile: str
     num_blocks: int
-    settings: Configuration
+    config: SchedulerConfig
 
 
 #: vLLM 0.19.0, 300 ShareGPT requests at about 10 a second, Llama-3.1-8B bf16 (LLMServingSim, KAIST, MIT).
@@ -47,14 +48,14 @@ MEASURED_RUNS = {
             "rtx4090_llama31_8b_vllm019_requests.jsonl.gz",
             "rtx4090",
             2588,
-            parse_configuration("fcfs:watermark=0"),
+            build({**BASE, **LIKE_VLLM, "policy": "fcfs"}),
         ),
         MeasuredRun(
             "RTX PRO 6000",
             "rtxpro6000_llama31_8b_vllm019_requests.jsonl.gz",
             "rtxpro6000",
             35_000,
-            parse_configuration("fcfs:watermark=0,max_running_requests=128"),
+            build({**BASE, **LIKE_VLLM, "policy": "fcfs", "max_running_requests": 128}),
         ),
     )
 }
@@ -107,9 +108,7 @@ def replay(run: MeasuredRun, path: Path, *, plans_ahead: int = 1) -> Comparison:
         for index, m in enumerate(measured)
     )
     runner = SimulatedRunner(profile_named(run.profile), num_blocks=run.num_blocks)
-    recording = simulate(
-        Workload(run.name, tuple(requests)), runner, run.settings.config, plans_ahead=plans_ahead
-    )
+    recording = simulate(Workload(run.name, tuple(requests)), runner, run.config, plans_ahead=plans_ahead)
     simulated = list(recording.records.values())
 
     def quantity(

@@ -37,17 +37,42 @@ _GROUPS: Mapping[str, Any] = {
     name: group for name in _FIELDS if dataclasses.is_dataclass(group := getattr(_DEFAULT, name))
 }
 
+
+def _places(name: str) -> list[tuple[str, str]]:
+    """Where a setting goes: (group, field), the group empty for a field of the configuration itself."""
+    group, dot, field = name.rpartition(".")
+    if not dot and name in _FIELDS - set(_GROUPS):
+        return [("", name)]
+    groups = [group] if dot else sorted(_GROUPS)
+    return [(g, field) for g in groups if g in _GROUPS and hasattr(_GROUPS[g], field)]
+
+
+def _known(values: Mapping[str, Value]) -> dict[str, Value]:
+    """Those settings that this version's scheduler has."""
+    return {name: value for name, value in values.items() if _places(name)}
+
+
 #: Where there is no switch, a gap that no two levels have keeps arrivals from preempting.
-_NO_ARRIVALS: Mapping[str, Value] = (
-    {"preempt_for_arrivals": False} if "preempt_for_arrivals" in _FIELDS else {"preempt_level_gap": 1000}
+_NO_ARRIVALS = _known({"preempt_for_arrivals": False}) or {"preempt_level_gap": 1000}
+
+#: What Vorrang has and vLLM has not, switched off: a watermark, passing a request that
+#: does not fit, a share for whoever starves, bounds on preemption.
+LIKE_VLLM: Mapping[str, Value] = _known(
+    {
+        "watermark": 0.0,
+        "max_bypass": 0,
+        "max_wait_s": 1e9,
+        "max_preemptions": 1_000_000,
+        "resume_quantum_tokens": 0,
+    }
 )
 
 PRESETS: Mapping[str, Mapping[str, Value]] = {
     "fcfs": {"policy": "fcfs"},
     "priority": {"policy": "priority"},
     "priority-no-arrivals": {"policy": "priority", **_NO_ARRIVALS},
-    # vLLM with --scheduling-policy priority: overtaking in the queue alone, and no watermark.
-    "vllm-like": {"policy": "priority", **_NO_ARRIVALS, "watermark": 0.0},
+    # Overtaking in the queue alone, as with vLLM's --scheduling-policy priority.
+    "vllm-like": {"policy": "priority", **_NO_ARRIVALS, **LIKE_VLLM},
     "fair": {"policy": "fair"},
     "prefill-first": {"policy": "priority", "discipline": "prefill_first"},
     "static": {"policy": "priority", "discipline": "static"},
@@ -88,7 +113,7 @@ def parse_assignment(text: str) -> dict[str, Value]:
         InvalidSetting: no such field, or not a value of its type.
     """
     name, equals, value = text.partition("=")
-    places = _places(name)
+    places = _checked_places(name)
     if not equals:
         raise InvalidSetting(f"scheduler.{name}", "must be written as field=value", text)
     return {name: _parse(name, _hint(*places[0]), value)}
@@ -103,7 +128,7 @@ def build(values: Mapping[str, Value]) -> SchedulerConfig:
     flat: dict[str, Any] = {}
     groups: dict[str, dict[str, Value]] = {}
     for name, value in values.items():
-        for group, field in _places(name):
+        for group, field in _checked_places(name):
             if group:
                 groups.setdefault(group, {})[field] = value
             else:
@@ -128,13 +153,8 @@ def _is_available(preset: str) -> bool:
     return True
 
 
-def _places(name: str) -> list[tuple[str, str]]:
-    """Where a setting goes: (group, field), the group empty for a field of the configuration itself."""
-    group, dot, field = name.rpartition(".")
-    if not dot and name in _FIELDS - set(_GROUPS):
-        return [("", name)]
-    groups = [group] if dot else sorted(_GROUPS)
-    places = [(g, field) for g in groups if g in _GROUPS and hasattr(_GROUPS[g], field)]
+def _checked_places(name: str) -> list[tuple[str, str]]:
+    places = _places(name)
     if not places:
         known = sorted(_FIELDS - set(_GROUPS))
         known += sorted(f"{g}.{f.name}" for g, part in _GROUPS.items() for f in dataclasses.fields(part))
