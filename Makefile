@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test check fmt proto constraints
+.PHONY: help setup demo serve sim test check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,6 +23,9 @@ demo: $(STAMP) ## serve the default model and watch urgent requests overtake
 
 serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 	$(BIN)/vorrang serve
+
+sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
+	$(BIN)/python -m server.sim run saturated --compare all
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal

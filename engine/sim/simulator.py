@@ -1,0 +1,214 @@
+"""Drives the real scheduler, or the whole real engine, through a workload in virtual time.
+
+Two drivers, one result:
+
+- ``simulate`` calls the scheduler directly, as the loop would: for long runs.
+- ``simulate_engine`` runs ``Engine`` itself, its loop, inbox, handles and text, in
+  an event loop whose time jumps: for fidelity. A test holds the two to the same plans.
+
+Arrivals are seen before the first step that is planned at or after their time; a
+step that is under way is never disturbed.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine.clock import Clock
+from engine.errors import InternalError, VorrangError
+from engine.handle import RequestHandle
+from engine.loop import Engine
+from engine.runner.base import ModelInfo, PoolShape
+from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.plan import Plan, StepResult
+from engine.scheduler.scheduler import Scheduler
+from engine.sim.recorder import Recorder, Recording
+from engine.sim.virtual_time import VirtualTimeLoop, run_in_virtual_time
+from engine.sim.workload import Workload
+from kv.block_manager import BlockManager
+
+#: Called with every plan that computes something, when it is made.
+PlanObserver = Callable[[Plan], None]
+
+
+class SimulationStuck(VorrangError):
+    """Requests are alive, nothing is to arrive, and the scheduler plans nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a simulation is.
+
+    Attributes:
+        now_s: virtual time.
+        num_arrived: requests that have arrived.
+        num_alive: of those, the ones not ended.
+    """
+
+    now_s: float
+    num_arrived: int
+    num_alive: int
+
+
+def simulate(
+    workload: Workload,
+    runner: SimulatedRunner,
+    config: SchedulerConfig,
+    *,
+    plans_ahead: int = 0,
+    enable_prefix_cache: bool = True,
+    on_plan: PlanObserver | None = None,
+    on_progress: Callable[[Progress], None] | None = None,
+    check_integrity: bool = False,
+) -> Recording:
+    """Run a workload through the scheduler.
+
+    Args:
+        workload: what arrives.
+        runner: what steps cost; its pool.
+        config: of the scheduler.
+        plans_ahead: how many steps are planned, or under way, when a step is planned.
+            0: a step is planned when the one before has ended, as the engine does.
+            1: it is planned when the one before *begins* (vLLM's asynchronous
+            scheduling); here that delays arrivals only, to the step after next.
+        enable_prefix_cache: whether freed blocks stay findable.
+        on_plan: sees every plan.
+        on_progress: called every 1,024 steps.
+        check_integrity: recount everything after every step.
+
+    Raises:
+        SimulationStuck: nothing can happen any more.
+    """
+    blocks = BlockManager(
+        runner.pool.num_blocks, runner.pool.block_size, enable_prefix_cache=enable_prefix_cache
+    )
+    scheduler = Scheduler(config, blocks)
+    recorder = Recorder()
+    coming = deque(workload.requests)
+    planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
+    now = 0.0
+    while coming or scheduler.has_requests:
+        planned_at.append(now)
+        seen_until = planned_at[0] if scheduler.has_requests else now
+        while coming and coming[0].arrival_s <= seen_until:
+            request = coming.popleft()
+            try:
+                scheduler.submit(request.spec(), request.arrival_s)
+            except VorrangError as error:
+                recorder.refused(request, error)
+            else:
+                recorder.arrived(request)
+        plan = scheduler.plan(now)
+        recorder.happened(plan.events, now)
+        if not plan.grants:
+            if coming:
+                now = max(now, coming[0].arrival_s)
+            elif scheduler.has_requests and not plan.events:
+                left = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
+                raise SimulationStuck(f"step {plan.step} at {now:.3f} s plans nothing: {left}")
+            continue
+        if on_plan is not None:
+            on_plan(plan)
+        end = now + runner.step_s(plan)
+        recorder.stepped(plan, now, end)
+        now = end
+        recorder.happened(scheduler.commit(plan, runner.run(plan), now), now)
+        if check_integrity:
+            scheduler.check_integrity()
+        if on_progress is not None and recorder.recording.num_steps % 1024 == 0:
+            num_alive = scheduler.num_running + scheduler.num_waiting
+            on_progress(Progress(now, len(workload.requests) - len(coming), num_alive))
+    return recorder.recording
+
+
+def simulate_engine(
+    workload: Workload,
+    runner: SimulatedRunner,
+    config: SchedulerConfig,
+    *,
+    on_plan: PlanObserver | None = None,
+    check_integrity: bool = False,
+) -> Recording:
+    """Run a workload through the whole engine, in virtual time. Arguments as in ``simulate``."""
+    loop = VirtualTimeLoop()
+    main = _serve(workload, runner, config, loop.clock, on_plan, check_integrity=check_integrity)
+    return run_in_virtual_time(main, loop)
+
+
+async def _serve(
+    workload: Workload,
+    runner: SimulatedRunner,
+    config: SchedulerConfig,
+    clock: Clock,
+    on_plan: PlanObserver | None,
+    *,
+    check_integrity: bool,
+) -> Recording:
+    recorder = Recorder()
+    recording_runner = _RecordingRunner(runner, recorder, clock, on_plan)
+    engine = Engine(
+        recording_runner, SimulatedTokenizer(), config, clock=clock, check_integrity=check_integrity
+    )
+
+    def take(handle: RequestHandle) -> None:
+        recorder.happened(handle.take(), clock.now())
+
+    async def arrive() -> None:
+        for request in workload.requests:
+            await asyncio.sleep(request.arrival_s - clock.now())
+            try:
+                engine.submit(request.spec(), take)
+            except VorrangError as error:
+                recorder.refused(request, error)
+            else:
+                recorder.arrived(request)
+        await engine.wait_until_idle()
+
+    serving = asyncio.ensure_future(engine.run())
+    arriving = asyncio.ensure_future(arrive())
+    try:
+        await asyncio.wait({serving, arriving}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
+        arriving.result()
+    finally:
+        serving.cancel()
+        arriving.cancel()
+        await asyncio.gather(serving, arriving, return_exceptions=True)
+    for record in recorder.recording.records.values():
+        if isinstance(record.refused, InternalError):
+            raise record.refused
+    return recorder.recording
+
+
+class _RecordingRunner:
+    """A simulated runner whose steps are booked."""
+
+    def __init__(
+        self, runner: SimulatedRunner, recorder: Recorder, clock: Clock, on_plan: PlanObserver | None
+    ) -> None:
+        self._runner = runner
+        self._recorder = recorder
+        self._clock = clock
+        self._on_plan = on_plan
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._runner.info
+
+    @property
+    def pool(self) -> PoolShape:
+        return self._runner.pool
+
+    async def execute(self, plan: Plan) -> StepResult:
+        if self._on_plan is not None:
+            self._on_plan(plan)
+        start = self._clock.now()
+        # Booked at once: who arrives while it computes did not wait when it was planned.
+        self._recorder.stepped(plan, start, start + self._runner.step_s(plan))
+        return await self._runner.execute(plan)
+
+    async def close(self) -> None:
+        await self._runner.close()

@@ -1,0 +1,218 @@
+"""``vorrang sim``: scheduling policies compared in virtual time.
+
+Exit codes: 0 success, 2 wrong usage or a refused setting.
+"""
+
+import logging
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.errors import InvalidRequest
+from engine.runner.simulated import SimulatedRunner
+from engine.scheduler.config import SchedulerConfig
+from engine.sim import simulator
+from engine.sim.configurations import (
+    Configuration,
+    Value,
+    available_presets,
+    parse_assignment,
+    parse_configuration,
+)
+from engine.sim.metrics import TARGETS, Report, parse_target, report
+from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
+from engine.sim.recorder import Recording
+from engine.sim.report import print_reports, to_json
+from engine.sim.traces import FORMATS, read_trace
+from engine.sim.workload import MIXES, Workload, synthetic
+
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="sim",
+    help="Try scheduling policies in virtual time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Try scheduling policies in virtual time."""
+
+
+@app.command()
+def run(
+    workload: Annotated[str, typer.Argument(help=f"A trace file, or a made-up mix: {', '.join(MIXES)}.")],
+    profile: Annotated[str, typer.Option(help=f"Hardware: {', '.join(PROFILES)}.")] = "rtx4090",
+    policy: Annotated[str, typer.Option(help="Order of requests.")] = "priority",
+    discipline: Annotated[str | None, typer.Option(help="How a step is filled.")] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of --policy and --discipline, repeatable: PRESET[:field=value,...]; presets: "
+            f"{', '.join(available_presets())}; 'all' for all of them."
+        ),
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="Scheduler setting for all, field=value; repeatable.")
+    ] = None,
+    trace_format: Annotated[
+        str, typer.Option("--format", help=f"Of the trace: auto, {', '.join(FORMATS)}.")
+    ] = "auto",
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Classes drawn for a trace's requests; default interactive=0.2,batch=0.8."),
+    ] = None,
+    tenants: Annotated[int | None, typer.Option(min=1, help="Tenants drawn for the requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
+    scale: Annotated[float, typer.Option(help="Multiplies the arrival rate.")] = 1.0,
+    max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Drop longer prompts.")] = None,
+    duration: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals of a made-up mix.")] = 600.0,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: the profile's.")] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="Goal of a class, CLASS=TTFT_S/TPOT_S; repeatable.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths, times, classes and tenants.")] = 0,
+    driver: Annotated[
+        str, typer.Option(help="direct: the scheduler; engine: the whole engine loop, slower.")
+    ] = "direct",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers; - for stdout.")] = None,
+) -> None:
+    """Run a workload under one or more configurations and print how each class fared."""
+    console = Console(stderr=json_path == Path("-"))
+    try:
+        hardware = profile_named(profile)
+        configurations = _configurations(compare, policy, discipline, settings or [])
+        if driver not in ("direct", "engine"):
+            raise InvalidRequest("driver", "must be direct or engine", driver)
+        arrivals = _workload(
+            workload, trace_format, classes, tenants, limit, scale, max_prompt_tokens, duration, seed, console
+        )
+        targets = dict(TARGETS) | dict(map(parse_target, target or []))
+        reports = []
+        for configuration in configurations:
+            recording = _simulate(arrivals, hardware, num_blocks, configuration, driver)
+            reports.append(report(configuration.name, recording, targets))
+    except InvalidRequest as error:
+        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
+        raise typer.Exit(EXIT_USAGE) from None
+    title = f"{arrivals.name}: {len(arrivals.requests):,} requests on {hardware.description}"
+    _show(console, title, reports, json_path)
+
+
+def _configurations(
+    compare: list[str] | None, policy: str, discipline: str | None, settings: list[str]
+) -> list[Configuration]:
+    defaults: dict[str, Value] = {}
+    for assignment in settings:
+        defaults |= parse_assignment(assignment)
+    if compare:
+        names = [name for text in compare for name in (available_presets() if text == "all" else [text])]
+        return [parse_configuration(name, defaults) for name in names]
+    own = f"priority:policy={policy}" + (f",discipline={discipline}" if discipline else "")
+    name = policy + (f"/{discipline}" if discipline else "")
+    return [Configuration(name, parse_configuration(own, defaults).config)]
+
+
+def _workload(
+    source: str,
+    trace_format: str,
+    classes: str | None,
+    tenants: int | None,
+    limit: int | None,
+    scale: float,
+    max_prompt_tokens: int | None,
+    duration_s: float,
+    seed: int,
+    console: Console,
+) -> Workload:
+    path = Path(source)
+    if path.is_file():
+        arrivals = read_trace(path, trace_format)
+        shares = {"interactive": 0.2, "batch": 0.8} if classes is None else _shares(classes)
+    else:
+        arrivals = synthetic(source, duration_s=duration_s, seed=seed)
+        shares = {} if classes is None else _shares(classes)
+    if max_prompt_tokens is not None:
+        num_before = len(arrivals.requests)
+        arrivals = arrivals.with_prompts_up_to(max_prompt_tokens)
+        num_dropped = num_before - len(arrivals.requests)
+        console.print(
+            f"{num_dropped:,} of {num_before:,} requests dropped: prompt over {max_prompt_tokens:,}"
+        )
+    if limit is not None:
+        arrivals = arrivals.limited(limit)
+    if scale != 1.0:
+        arrivals = arrivals.scaled(scale)
+    if shares:
+        arrivals = arrivals.with_classes(shares, seed)
+    return arrivals if tenants is None else arrivals.with_tenants(tenants, seed)
+
+
+def _shares(text: str) -> Mapping[str, float]:
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        return {name: float(share) for name, share in pairs}
+    except ValueError:
+        raise InvalidRequest("classes", "must be CLASS=SHARE,...", text) from None
+
+
+def _simulate(
+    arrivals: Workload,
+    hardware: HardwareProfile,
+    num_blocks: int | None,
+    configuration: Configuration,
+    driver: str,
+) -> Recording:
+    runner = SimulatedRunner(hardware, num_blocks=num_blocks)
+    config: SchedulerConfig = configuration.config
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[now]}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(configuration.name, total=len(arrivals.requests), now="")
+
+        def show(state: simulator.Progress) -> None:
+            now = f"{state.now_s:,.0f} s simulated, {state.num_alive:,} alive"
+            progress.update(task, completed=state.num_arrived - state.num_alive, now=now)
+
+        if driver == "engine":
+            with _only_warnings():
+                return simulator.simulate_engine(arrivals, runner, config)
+        return simulator.simulate(arrivals, runner, config, on_progress=show)
+
+
+@contextmanager
+def _only_warnings() -> Iterator[None]:
+    """Keep the engine's line per request, of thousands of requests that never were, out of the output."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _show(console: Console, title: str, reports: list[Report], json_path: Path | None) -> None:
+    if json_path == Path("-"):
+        sys.stdout.write(to_json(title, reports))
+        return
+    print_reports(console, title, reports)
+    if json_path is not None:
+        json_path.write_text(to_json(title, reports), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()
