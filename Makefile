@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve sim test check fmt proto constraints
+.PHONY: help setup demo serve test soak bench sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +29,12 @@ sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+soak: $(STAMP) ## the scheduler's state machine for a million steps
+	VORRANG_MACHINE_STEPS=1000000 $(BIN)/python -m pytest tests/property -s --timeout 0
+
+bench: $(STAMP) ## what planning costs
+	PYTHONPATH=.:protos $(BIN)/python bench/scheduler.py
 
 check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/ruff check .

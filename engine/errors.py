@@ -83,19 +83,36 @@ class SessionState(VorrangError):
 
 
 class QueueFull(VorrangError):
-    """As many requests wait as may.
+    """As many requests, or prompt tokens, wait as may.
 
     Args:
-        num_waiting_max: the limit that was hit.
+        subject: whose limit was hit: ``queue`` or ``class batch``.
+        unit: ``requests`` or ``tokens``.
+        limit: the limit.
         retry_after_s: seconds after which trying again makes sense.
     """
 
     retryable = True
 
-    def __init__(self, num_waiting_max: int, retry_after_s: float = 1.0) -> None:
-        super().__init__(f"{num_waiting_max} requests wait already, as many as this server queues")
-        self.num_waiting_max = num_waiting_max
+    def __init__(self, subject: str, unit: str, limit: int, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"the {subject} holds as many waiting {unit} as it may, {limit}")
+        self.subject = subject
+        self.unit = unit
+        self.limit = limit
         self.retry_after_s = retry_after_s
+
+
+class TenantQuotaExceeded(QueueFull):
+    """As many requests, or prompt tokens, of this tenant wait as may."""
+
+
+class Displaced(VorrangError):
+    """A more urgent newcomer took this queued request's place in a full queue."""
+
+    retryable = True
+
+    def __init__(self) -> None:
+        super().__init__("a more urgent request took its place in the full queue")
 
 
 class SessionLimit(VorrangError):

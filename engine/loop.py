@@ -6,6 +6,7 @@ other await lies between two steps, so a command takes effect within one step.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import secrets
 from collections import deque
@@ -26,6 +27,9 @@ from engine.scheduler.plan import Plan
 from engine.scheduler.scheduler import Scheduler
 from engine.text import OutputText, Tokenizer
 from kv.block_manager import BlockManager
+
+#: Seconds between looks at the deadlines while nothing can be computed.
+IDLE_POLL_S = 0.05
 
 log = structlog.get_logger("vorrang.engine")
 
@@ -104,7 +108,6 @@ class Engine:
         self._scheduler = Scheduler(self.config, blocks)
         self._check_integrity = check_integrity
         self._live: dict[RequestId, _Live] = {}
-        self._arrivals: deque[tuple[RequestSpec, float]] = deque()
         self._commands: deque[Command] = deque()
         self._wake = asyncio.Event()
         self._nothing_alive = asyncio.Event()
@@ -148,23 +151,24 @@ class Engine:
 
         Raises:
             Draining: no new requests are taken.
-            EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, InvalidRequest: see ``Scheduler.check``.
+            EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, TenantQuotaExceeded, InvalidRequest:
+                see ``Scheduler.submit``.
         """
         if self._draining:
             raise Draining
         assert spec.request_id not in self._live
-        self._scheduler.check(spec, num_arriving=len(self._arrivals))
-        handle = RequestHandle(spec, self._queue_position(spec.level), self._send, on_ready)
+        now = self._clock.now()
+        displaced = self._scheduler.submit(spec, now)
+        handle = RequestHandle(spec, self._scheduler.position(spec.request_id), self._send, on_ready)
         sampling = spec.sampling
         text = OutputText(
             self.tokenizer.stream_decoder(spec.prompt_token_ids),
             sampling.stop_strings,
             include_stop_string=sampling.include_stop_string,
         )
-        now = self._clock.now()
         self._live[spec.request_id] = _Live(handle, text, now)
-        self._arrivals.append((spec, now))
         self._nothing_alive.clear()
+        self._dispatch(displaced)
         self._wake.set()
         return handle
 
@@ -173,7 +177,7 @@ class Engine:
         return EngineStatistics(
             num_alive=len(self._live),
             num_running=self._scheduler.num_running,
-            num_waiting=self._scheduler.num_waiting + len(self._arrivals),
+            num_waiting=self._scheduler.num_waiting,
             num_free_blocks=self._scheduler.blocks.num_free_blocks,
             num_blocks=self.pool.num_blocks,
             num_steps=self._num_steps,
@@ -208,17 +212,12 @@ class Engine:
                 self._dispatch(plan.events)
                 if plan.grants:
                     await self._step(plan)
-                elif not (self._arrivals or self._commands):
+                elif not self._commands:
                     await self._sleep()
                 self._heartbeat = self._clock.now()
         finally:
             self._draining = True
             self._fail_all(Draining())
-
-    def _queue_position(self, level: int) -> int:
-        """Requests, in the queue or in the inbox, that would be served before a newcomer of that level."""
-        arriving = sum(not self.uses_level or spec.level <= level for spec, _ in self._arrivals)
-        return self._scheduler.num_before_newcomer(level) + arriving
 
     async def _step(self, plan: Plan) -> None:
         started = self._clock.now()
@@ -235,8 +234,12 @@ class Engine:
             self._scheduler.check_integrity()
 
     async def _sleep(self) -> None:
+        """Wait for work. While requests are alive (parked ones), look at their deadlines now and then."""
         self._idle = True
-        await self._wake.wait()
+        timeout_s = IDLE_POLL_S if self._scheduler.has_requests else None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._wake.wait()
         self._idle = False
 
     def _send(self, command: Command) -> None:
@@ -244,11 +247,9 @@ class Engine:
         self._wake.set()
 
     def _drain_inbox(self) -> None:
-        """Arrivals join the queue, then commands are obeyed, ends before all others."""
+        """Commands are obeyed, ends before all others."""
         self._wake.clear()
         now = self._clock.now()
-        while self._arrivals:
-            self._scheduler.submit(*self._arrivals.popleft())
         commands = sorted(self._commands, key=lambda command: not isinstance(command, Finish | Fail))
         self._commands.clear()
         for command in commands:
@@ -324,8 +325,6 @@ class Engine:
 
     def _fail_all(self, error: VorrangError) -> None:
         now = self._clock.now()
-        while self._arrivals:
-            self._scheduler.submit(*self._arrivals.popleft())
         for request_id in list(self._live):
             self._dispatch(self._scheduler.apply(Fail(request_id, error), now))
 

@@ -4,7 +4,7 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
-from engine.priority import DEFAULT_LEVEL
+from engine.priority import CLASSES, DEFAULT_LEVEL, class_of
 from engine.sampling import SamplingParams
 
 #: Made by the server, unique in the process; never the client's own id.
@@ -33,11 +33,17 @@ class PreemptReason(enum.Enum):
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is. It moves WAITING -> RUNNING -> (PREEMPTED -> RUNNING)* -> FINISHED."""
+    """Where a request is.
+
+    ```
+    WAITING -> RUNNING <-> PREEMPTED      any of them <-> PARKED      any -> FINISHED
+    ```
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
     PREEMPTED = "preempted"
+    PARKED = "parked"
     FINISHED = "finished"
 
 
@@ -52,6 +58,9 @@ class RequestSpec:
         level: effective priority.
         eos_token_ids: ids that end the output; empty under ``ignore_eos``.
         cache_salt: requests share prefixes only inside one salt (the tenant by default).
+        tenant: who asks; quotas and fairness are by tenant.
+        queue_deadline: time of the engine's clock at which it ends if it never got a seat.
+        total_deadline: time of the engine's clock at which it ends whatever it has.
         label: free text for logs.
     """
 
@@ -61,6 +70,9 @@ class RequestSpec:
     level: int = DEFAULT_LEVEL
     eos_token_ids: frozenset[int] = frozenset()
     cache_salt: str = ""
+    tenant: str = ""
+    queue_deadline: float | None = None
+    total_deadline: float | None = None
     label: str = ""
 
 
@@ -94,11 +106,18 @@ class Request:
         arrival_seq: order of arrival; kept across preemptions (seniority).
         num_computed_tokens: tokens whose KV is in the pool.
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
+        num_bypassed: admissions of others that passed it while it did not fit.
+        num_outputs_at_resume: output tokens it had when it last resumed; None before the first time.
+        idle_since: time it last arrived or was granted a token.
+        is_starved: it waited longer than its class may; served by the reserved share, until its end.
+        holds_all: admitted with blocks for its longest length; it is never evicted.
+        has_started: it had a seat before.
     """
 
     __slots__ = (
-        "_phase_since", "arrival_seq", "block_hashes", "cache_salt", "level", "num_cached_tokens",
-        "num_computed_tokens", "num_lost_tokens", "num_preemptions", "num_prompt_tokens",
+        "_phase_since", "arrival_seq", "block_hashes", "cache_rank", "cache_salt", "has_started", "holds_all",
+        "idle_since", "is_starved", "level", "num_bypassed", "num_cached_tokens", "num_computed_tokens",
+        "num_lost_tokens", "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens",
         "num_recomputed_tokens", "phase_s", "preempted_in_step", "request_id", "spec", "status", "token_ids",
     )  # fmt: skip
 
@@ -118,6 +137,13 @@ class Request:
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.preempted_in_step = 0
+        self.num_bypassed = 0
+        self.num_outputs_at_resume: int | None = None
+        self.idle_since = now
+        self.is_starved = False
+        self.holds_all = False
+        self.has_started = False
+        self.cache_rank = CLASSES.index(class_of(spec.level))
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now
 
@@ -137,6 +163,11 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def max_known_tokens(self) -> int:
+        """Prompt + output at its longest."""
+        return self.num_prompt_tokens + self.spec.sampling.max_tokens
+
+    @property
     def output_token_ids(self) -> list[int]:
         """A copy of the output tokens."""
         return self.token_ids[self.num_prompt_tokens :]
@@ -147,6 +178,8 @@ class Request:
             phase = "queued"
         elif self.status is RequestStatus.PREEMPTED:
             phase = "preempted"
+        elif self.status is RequestStatus.PARKED:
+            phase = "parked"
         elif self.num_output_tokens == 0:
             phase = "prefill"
         else:

@@ -2,8 +2,9 @@
 
 Blocks have a fixed size and a reference count. A freed block keeps its hash and
 stays findable until it is reused, so a preempted or finished request can hit its
-own blocks; reuse takes blocks without a hash first, then the longest unused.
-Eviction from the cache is lazy: it happens when a block is allocated.
+own blocks; reuse takes blocks without a hash first, then those of the least dear
+owners, the longest unused of them first. Eviction from the cache is lazy: it
+happens when a block is allocated.
 
 This module is pure; it knows neither tensors nor scheduling.
 """
@@ -46,23 +47,28 @@ class BlockManager:
     Invariant (``check_integrity``): free + held = total; a block's reference
     count is the number of tables that hold it; a block is free exactly when that
     is 0; hashes and index agree.
+
+    Attributes:
+        num_blocks: blocks in the pool.
+        block_size: tokens per block.
+        num_free_blocks: blocks nobody holds, cached ones included.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, enable_prefix_cache: bool = True, num_ranks: int = 3
+    ) -> None:
         assert num_blocks >= 1 and block_size >= 1  # noqa: PT018
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_cache = enable_prefix_cache
-        self._free = FreeList(num_blocks)
+        # Blocks without a hash, then those of the least dear owners .. those of the dearest.
+        self._free = [FreeList(num_blocks), *(FreeList(num_blocks, filled=False) for _ in range(num_ranks))]
+        self._rank = [num_ranks - 1] * num_blocks
+        self.num_free_blocks = num_blocks
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index = PrefixIndex()
         self._tables: dict[str, _Table] = {}
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks nobody holds, cached ones included."""
-        return len(self._free)
 
     @property
     def num_owners(self) -> int:
@@ -72,6 +78,10 @@ class BlockManager:
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens fill, the last one perhaps partly."""
         return -(-num_tokens // self.block_size)
+
+    def holds(self, request_id: str) -> bool:
+        """Whether an owner has a table."""
+        return request_id in self._tables
 
     def table(self, request_id: str) -> Sequence[int]:
         """Blocks of an owner, in order; a live view."""
@@ -92,37 +102,41 @@ class BlockManager:
                 num_free += self._references[block] == 0
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, num_free)
 
-    def num_blocks_to_admit(self, owner: KvOwner, hit: PrefixHit) -> int:
-        """Free blocks that admitting all known tokens of the owner would consume."""
-        return self.blocks_for(len(owner.token_ids)) - len(hit.blocks) + hit.num_free_blocks
+    def num_blocks_to_admit(self, owner: KvOwner, hit: PrefixHit, num_tokens: int | None = None) -> int:
+        """Free blocks that admitting the owner, with room for ``num_tokens`` (its known ones), consumes."""
+        num_tokens = len(owner.token_ids) if num_tokens is None else num_tokens
+        return self.blocks_for(num_tokens) - len(hit.blocks) + hit.num_free_blocks
 
-    def admit(self, owner: KvOwner, hit: PrefixHit) -> bool:
-        """Give a new owner the hit's blocks and fresh ones for all its known tokens.
+    def admit(self, owner: KvOwner, hit: PrefixHit, num_tokens: int | None = None) -> bool:
+        """Give a new owner the hit's blocks, and fresh ones up to ``num_tokens`` (its known ones).
 
         Returns:
             False, with nothing changed, when the free blocks do not suffice.
         """
         assert owner.request_id not in self._tables
-        if self.num_blocks_to_admit(owner, hit) > len(self._free):
+        num_tokens = len(owner.token_ids) if num_tokens is None else num_tokens
+        if self.num_blocks_to_admit(owner, hit, num_tokens) > self.num_free_blocks:
             return False
         for block in hit.blocks:
             if self._references[block] == 0:
-                self._free.remove(block)
+                self._free_list(block).remove(block)
+                self.num_free_blocks -= 1
             self._references[block] += 1
+            self._rank[block] = min(self._rank[block], owner.cache_rank)
         table = _Table(list(hit.blocks), len(hit.blocks))
         self._tables[owner.request_id] = table
-        self._extend(table, self.blocks_for(len(owner.token_ids)))
+        self._extend(table, self.blocks_for(num_tokens))
         return True
 
-    def grow(self, owner: KvOwner) -> bool:
-        """Make the owner's table cover all its known tokens.
+    def grow(self, owner: KvOwner, num_tokens: int | None = None) -> bool:
+        """Make the owner's table cover ``num_tokens`` (its known ones).
 
         Returns:
             False, with nothing changed, when the free blocks do not suffice.
         """
         table = self._tables[owner.request_id]
-        num_blocks = self.blocks_for(len(owner.token_ids))
-        if num_blocks - len(table.blocks) > len(self._free):
+        num_blocks = self.blocks_for(len(owner.token_ids) if num_tokens is None else num_tokens)
+        if num_blocks - len(table.blocks) > self.num_free_blocks:
             return False
         self._extend(table, num_blocks)
         return True
@@ -139,6 +153,7 @@ class BlockManager:
         for position in range(table.num_confirmed, num_full):
             block, block_hash = table.blocks[position], owner.block_hashes[position]
             self._hashes[block] = block_hash
+            self._rank[block] = owner.cache_rank
             self._index.add(block_hash, block)
         table.num_confirmed = num_full
 
@@ -154,10 +169,12 @@ class BlockManager:
             self._references[block] -= 1
             if self._references[block] == 0:
                 num_freed += 1
+                free = self._free_list(block)
                 if self._hashes[block] is None:
-                    self._free.prepend(block)
+                    free.prepend(block)
                 else:
-                    self._free.append(block)
+                    free.append(block)
+        self.num_free_blocks += num_freed
         return num_freed
 
     def num_shared_prefix_tokens(self, request_id: str) -> int:
@@ -173,9 +190,14 @@ class BlockManager:
         """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""
         return Reclaim(self._references, self.table, keep)
 
+    def _free_list(self, block: int) -> FreeList:
+        """Where a block stands, or would stand, when nobody holds it."""
+        return self._free[0 if self._hashes[block] is None else -1 - self._rank[block]]
+
     def _extend(self, table: _Table, num_blocks: int) -> None:
         while len(table.blocks) < num_blocks:
-            block = self._free.pop_first()
+            block = next(free for free in self._free if free).pop_first()
+            self.num_free_blocks -= 1
             block_hash = self._hashes[block]
             if block_hash is not None:
                 self._index.remove(block_hash, block)
@@ -192,8 +214,11 @@ class BlockManager:
             for block in table.blocks:
                 counted[block] += 1
         assert counted == self._references, "reference counts differ from a recount"
-        free = list(self._free)
-        assert len(free) == len(set(free)) == len(self._free), "the free list is broken"
+        free = [block for part in self._free for block in part]
+        assert len(free) == len(set(free)) == self.num_free_blocks, "the free lists are broken"
+        assert all(block in set(self._free_list(block)) for block in free), (
+            "a free block stands in the wrong list"
+        )
         assert sorted(free) == [b for b, n in enumerate(counted) if n == 0], "free and held differ"
         num_findable = 0
         for block, block_hash in enumerate(self._hashes):

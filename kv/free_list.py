@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 
 class FreeList:
-    """Free block ids in the order in which they will be reused.
+    """Free block ids in the order in which they will be reused; all of 0..num_blocks-1 at first, or none.
 
     Two arrays hold the links, so nothing is allocated after construction.
 
@@ -13,12 +13,15 @@ class FreeList:
 
     __slots__ = ("_end", "_len", "_next", "_previous")
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, filled: bool = True) -> None:
         end = num_blocks  # the sentinel: before the first and after the last
         self._end = end
         self._next: list[int] = [*range(1, num_blocks + 1), 0]
         self._previous: list[int] = [end, *range(num_blocks)]
         self._len = num_blocks
+        if not filled:
+            self._next[end] = self._previous[end] = end
+            self._len = 0
 
     def __len__(self) -> int:
         """Number of free blocks."""

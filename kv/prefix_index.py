@@ -20,10 +20,12 @@ class KvOwner(Protocol):
     Attributes:
         token_ids: prompt + output, append-only.
         block_hashes: hashes of the full blocks of ``token_ids``, extended here on demand.
+        cache_rank: how dear its blocks are to the cache; 0 is dearest.
     """
 
     token_ids: list[int]
     block_hashes: list[bytes]
+    cache_rank: int
 
     @property
     def request_id(self) -> str:

@@ -65,7 +65,7 @@ def _retry(error: Any) -> list[Message]:
 
 
 def _quota(error: e.QueueFull) -> list[Message]:
-    violation = error_details_pb2.QuotaFailure.Violation(subject="queue", description=str(error))
+    violation = error_details_pb2.QuotaFailure.Violation(subject=error.subject, description=str(error))
     return [*_retry(error), error_details_pb2.QuotaFailure(violations=[violation])]
 
 
@@ -82,6 +82,8 @@ TABLE: dict[type[e.VorrangError], Row] = {
     e.DuplicateRequestId: Row(_Code.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
     e.SessionState: Row(_Code.FAILED_PRECONDITION, "SESSION_STATE"),
     e.QueueFull: Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", _quota),
+    e.TenantQuotaExceeded: Row(_Code.RESOURCE_EXHAUSTED, "TENANT_QUOTA_EXCEEDED", _quota),
+    e.Displaced: Row(_Code.ABORTED, "DISPLACED"),
     e.SessionLimit: Row(_Code.RESOURCE_EXHAUSTED, "SESSION_LIMIT"),
     e.SlowConsumer: Row(_Code.RESOURCE_EXHAUSTED, "SLOW_CONSUMER"),
     e.Draining: Row(_Code.UNAVAILABLE, "DRAINING", _retry),

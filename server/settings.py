@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    create_model,
+    field_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -21,7 +29,8 @@ from pydantic_settings import (
 )
 
 from engine.errors import VorrangError
-from engine.scheduler.config import SchedulerConfig
+from engine.priority import CLASSES
+from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.order import policy_named
 
 PREFIX = "VORRANG_"
@@ -120,10 +129,20 @@ class LogSection(BaseModel):
     format: Literal["auto", "json", "console"] = "auto"
 
 
+_CLASS_NAMES = [priority_class.name for priority_class in CLASSES]
+
+
+def _complete_class(value: Any, info: ValidationInfo) -> Any:
+    """Settings of a class that are not given keep that class's own defaults."""
+    default: ClassConfig = getattr(SchedulerConfig(), info.field_name or "")
+    return dataclasses.asdict(default) | value if isinstance(value, dict) else value
+
+
 #: The fields of ``SchedulerConfig``, so that they are written down once.
 SchedulerSection: Any = create_model(
     "SchedulerSection",
     __config__=_FROZEN,
+    __validators__={"complete": field_validator(*_CLASS_NAMES, mode="before")(_complete_class)},
     **{field.name: (field.type, field.default) for field in dataclasses.fields(SchedulerConfig)},  # type: ignore[call-overload]
 )
 
@@ -165,7 +184,8 @@ class Settings(BaseSettings):
         Raises:
             InvalidSetting: the values contradict each other.
         """
-        return SchedulerConfig(**self.scheduler.model_dump())
+        fields = dataclasses.fields(SchedulerConfig)
+        return SchedulerConfig(**{field.name: getattr(self.scheduler, field.name) for field in fields})
 
 
 @dataclass(frozen=True, slots=True)

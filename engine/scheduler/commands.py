@@ -38,4 +38,18 @@ class Preempt:
     request_id: RequestId
 
 
-Command = Finish | Fail | SetLevel | Preempt
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Compute a request no more for now; it keeps its blocks and gives back its seat."""
+
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Unpark:
+    """Let a parked request go on."""
+
+    request_id: RequestId
+
+
+Command = Finish | Fail | SetLevel | Preempt | Park | Unpark

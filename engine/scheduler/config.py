@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
-from engine.priority import CLASSES
+from engine.priority import class_of
 
 
 class InvalidSetting(InvalidRequest):
@@ -12,54 +12,133 @@ class InvalidSetting(InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class ClassConfig:
+    """Rules for one class.
+
+    Attributes:
+        max_wait_s: seconds without a token after which a request is starved and served by the reserved share.
+        watermark: share of the blocks that an admission leaves free.
+        max_waiting_requests: longest queue of requests that were never admitted.
+        max_waiting_tokens: most prompt tokens in that queue.
+        ttft_target_s: goal for the time to the first token; for reports.
+        tpot_target_s: goal for the time per output token; for reports.
+    """
+
+    max_wait_s: float
+    watermark: float
+    max_waiting_requests: int = 100_000
+    max_waiting_tokens: int = 100_000_000
+    ttft_target_s: float = 60.0
+    tpot_target_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits and policy of the scheduler.
 
     Attributes:
-        policy: ``priority`` or ``fcfs``.
+        policy: ``priority``, ``fair`` or ``fcfs``.
+        discipline: how a step is filled: ``unified``.
+        preempt_for_arrivals: whether a more urgent arrival may evict; off only to show what it brings.
         max_running_requests: seats in the running batch.
         max_step_tokens: tokens one step may process; at least one per seat, so
             that decodes never crowd out a more urgent request.
         max_chunk_tokens: most prompt tokens one request computes in one step.
         max_context_tokens: longest prompt + output.
         max_waiting_requests: longest queue of requests that were never admitted.
+        max_tenant_waiting_requests: the same for one tenant.
+        max_tenant_waiting_tokens: most prompt tokens of one tenant in the queue.
         preempt_level_gap: levels by which a request must be more urgent to preempt on arrival.
-        watermark: share of the blocks that an ordinary admission leaves free.
-        watermark_exempt_level: requests at this level or a more urgent one ignore the watermark.
+        resume_quantum_tokens: output tokens a resumed request may produce before an arrival evicts it again.
+        max_preemptions: preemptions after which a request is admitted for good.
+        max_preemptions_per_step: preemptions for arrivals in one step; a single arrival may need more.
+        max_bypass: admissions of others that may pass a request that does not fit.
+        starved_share: share of the seats and prefill tokens kept for starved requests; at least one of each.
+        interactive, standard, batch: rules by class.
 
     Raises:
         InvalidSetting: a value is out of range.
     """
 
     policy: str = "priority"
+    discipline: str = "unified"
+    preempt_for_arrivals: bool = True
     max_running_requests: int = 16
     max_step_tokens: int = 512
     max_chunk_tokens: int = 256
     max_context_tokens: int = 2048
     max_waiting_requests: int = 1024
+    max_tenant_waiting_requests: int = 100_000
+    max_tenant_waiting_tokens: int = 100_000_000
     preempt_level_gap: int = 1
-    watermark: float = 0.02
-    watermark_exempt_level: int = CLASSES[0].least_urgent_level
+    resume_quantum_tokens: int = 16
+    max_preemptions: int = 8
+    max_preemptions_per_step: int = 8
+    max_bypass: int = 32
+    starved_share: float = 0.1
+    interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
+    standard: ClassConfig = ClassConfig(120.0, 0.02, ttft_target_s=10.0, tpot_target_s=0.2)
+    batch: ClassConfig = ClassConfig(600.0, 0.02)
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_running_requests", "max_chunk_tokens", "max_waiting_requests", "preempt_level_gap",
-        ):  # fmt: skip
-            if getattr(self, name) < 1:
-                raise InvalidSetting(f"scheduler.{name}", "must be at least 1", getattr(self, name))
-        if self.max_step_tokens < self.max_running_requests:
-            raise InvalidSetting(
-                "scheduler.max_step_tokens",
-                f"must be at least max_running_requests ({self.max_running_requests})",
-                self.max_step_tokens,
+        at_least = {name: 1 for name in self.__slots__ if name.startswith("max_")}
+        at_least |= {
+            "preempt_level_gap": 1,
+            "resume_quantum_tokens": 0,
+            "max_bypass": 0,
+            "max_context_tokens": 2,
+        }
+        for name, least in at_least.items():
+            _check(
+                f"scheduler.{name}",
+                getattr(self, name) >= least,
+                f"must be at least {least}",
+                getattr(self, name),
             )
-        if self.max_context_tokens < 2:
-            raise InvalidSetting(
-                "scheduler.max_context_tokens", "must be at least 2", self.max_context_tokens
-            )
-        if not 0 <= self.watermark < 1:
-            raise InvalidSetting("scheduler.watermark", "must be at least 0 and below 1", self.watermark)
+        _check(
+            "scheduler.max_step_tokens",
+            self.max_step_tokens >= self.max_running_requests,
+            f"must be at least max_running_requests ({self.max_running_requests})",
+            self.max_step_tokens,
+        )
+        _check(
+            "scheduler.starved_share",
+            0 < self.starved_share < 1,
+            "must be between 0 and 1",
+            self.starved_share,
+        )
+        for name in ("interactive", "standard", "batch"):
+            self._check_class(name, getattr(self, name))
 
-    def watermark_blocks(self, num_blocks: int) -> int:
-        """The watermark in blocks of a pool of ``num_blocks``."""
-        return math.ceil(self.watermark * num_blocks)
+    @staticmethod
+    def _check_class(name: str, config: ClassConfig) -> None:
+        where = f"scheduler.{name}"
+        _check(f"{where}.max_wait_s", config.max_wait_s > 0, "must be greater than 0", config.max_wait_s)
+        _check(
+            f"{where}.watermark",
+            0 <= config.watermark < 1,
+            "must be at least 0 and below 1",
+            config.watermark,
+        )
+        for limit in ("max_waiting_requests", "max_waiting_tokens"):
+            value = getattr(config, limit)
+            _check(f"{where}.{limit}", value >= 1, "must be at least 1", value)
+
+    def class_config(self, level: int) -> ClassConfig:
+        """Rules for the class of a level."""
+        rules: ClassConfig = getattr(self, class_of(level).name)
+        return rules
+
+    @property
+    def num_reserved_seats(self) -> int:
+        """Seats kept for starved requests while any waits."""
+        return math.ceil(self.starved_share * self.max_running_requests)
+
+    def num_reserved_tokens(self, budget_tokens: int) -> int:
+        """Of the tokens left for prefill, those kept for starved requests."""
+        return math.ceil(self.starved_share * budget_tokens)
+
+
+def _check(field: str, holds: bool, rule: str, value: object) -> None:
+    if not holds:
+        raise InvalidSetting(field, rule, value)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from engine.request import Request
+from engine.request import Request, RequestStatus
 from engine.scheduler.order import Policy
 from kv.block_manager import BlockManager, Reclaim
 
@@ -19,7 +19,8 @@ def choose_victims(
 ) -> list[Request] | None:
     """Choose who gives way.
 
-    Worst urgency first; within it the fewest tokens to recompute (that no shared
+    Worst urgency first; within it who holds blocks without a seat (it makes no
+    progress anyway), then the fewest tokens to recompute (that no shared
     prefix gives back) per block freed, or in all when only a seat is needed; ties
     by fewest past preemptions, then latest arrival. Candidates are taken in that
     order until the need is covered; then whoever is not needed after all is spared,
@@ -28,7 +29,7 @@ def choose_victims(
     do.
 
     Args:
-        candidates: running requests that may be evicted.
+        candidates: requests with blocks that may be evicted; those without a seat help for blocks alone.
         num_seats: seats needed.
         num_blocks: blocks needed.
         keep: blocks the beneficiary will take over from the cache; freeing them gains nothing.
@@ -40,17 +41,23 @@ def choose_victims(
     """
     reclaim = blocks.reclaim(keep)
 
-    def cost(request: Request) -> tuple[int, float, int, int]:
+    def cost(request: Request) -> tuple[int, bool, float, int, int]:
         shared = blocks.num_shared_prefix_tokens(request.request_id)
         lost = max(0, request.num_computed_tokens - shared)
         price = float(lost)
         if num_blocks > 0:
             gain = reclaim.gain(request.request_id)
             price = lost / gain if gain else math.inf
-        return -policy.urgency(request), price, request.num_preemptions, -request.arrival_seq
+        return (
+            -policy.urgency(request),
+            _has_seat(request),
+            price,
+            request.num_preemptions,
+            -request.arrival_seq,
+        )
 
-    def covered(num_victims: int) -> bool:
-        return num_victims >= num_seats and reclaim.num_blocks >= num_blocks
+    def covered(chosen: Sequence[Request]) -> bool:
+        return reclaim.num_blocks >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
 
     return _smallest_prefix(sorted(candidates, key=cost), reclaim, covered)
 
@@ -65,21 +72,25 @@ def choose_latest(candidates: Sequence[Request], *, blocks: BlockManager) -> lis
     return _smallest_prefix(candidates[::-1], reclaim, lambda _: reclaim.num_blocks >= 1)
 
 
+def _has_seat(request: Request) -> bool:
+    return request.status is RequestStatus.RUNNING
+
+
 def _smallest_prefix(
-    candidates: Sequence[Request], reclaim: Reclaim, covered: Callable[[int], bool]
+    candidates: Sequence[Request], reclaim: Reclaim, covered: Callable[[Sequence[Request]], bool]
 ) -> list[Request] | None:
-    """Take candidates in order until ``covered(number taken)``; then spare those not needed, last first."""
+    """Take candidates in order until they cover the need; then spare those not needed, last first."""
     chosen: list[Request] = []
     for request in candidates:
-        if covered(len(chosen)):
+        if covered(chosen):
             break
         chosen.append(request)
         reclaim.add(request.request_id)
-    if not covered(len(chosen)):
+    if not covered(chosen):
         return None
     for request in chosen[::-1]:
         reclaim.remove(request.request_id)
-        if covered(len(chosen) - 1):
+        if covered([r for r in chosen if r is not request]):
             chosen.remove(request)
         else:
             reclaim.add(request.request_id)

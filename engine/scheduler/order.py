@@ -1,18 +1,77 @@
-"""Who comes first: policies, and the queue kept in their order."""
+"""Who comes first: policies, and the queues kept in their order."""
 
-import heapq
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Protocol
+
+from sortedcontainers import SortedDict
 
 from engine.request import Request, RequestId
 from engine.scheduler.config import InvalidSetting
 
+#: (urgency, arrival): the fixed part of an order.
 Key = tuple[int, int]
+#: What requests are compared by right now.
+Rank = tuple[float, ...]
+
+
+class WaitingQueue:
+    """Waiting requests, sorted by a key; every operation is O(log n).
+
+    A request's key must not change while it waits: take it out, change it, put it back.
+    """
+
+    def __init__(self, key: Callable[[Request], Key]) -> None:
+        self._key = key
+        self._by_key: SortedDict[Key, Request] = SortedDict()
+        self._keys: dict[RequestId, Key] = {}
+
+    def __len__(self) -> int:
+        """Number of waiting requests."""
+        return len(self._keys)
+
+    def __contains__(self, request_id: RequestId) -> bool:
+        """Whether it waits."""
+        return request_id in self._keys
+
+    def __iter__(self) -> Iterator[Request]:
+        """Requests in order; the queue must not change meanwhile."""
+        return iter(self._by_key.values())
+
+    def __reversed__(self) -> Iterator[Request]:
+        """Requests by reversed key; the queue must not change meanwhile."""
+        return (self._by_key[key] for key in reversed(self._by_key))
+
+    def push(self, request: Request) -> None:
+        """Add a request."""
+        assert request.request_id not in self._keys
+        key = self._key(request)
+        self._keys[request.request_id] = key
+        self._by_key[key] = request
+
+    def discard(self, request_id: RequestId) -> Request | None:
+        """Take a request out, wherever it stands; None when it does not wait."""
+        key = self._keys.pop(request_id, None)
+        return None if key is None else self._by_key.pop(key)
+
+    def first(self, skip: Container[RequestId] = ()) -> Request | None:
+        """The first request that is not in ``skip``; None when there is none."""
+        return next((request for request in self if request.request_id not in skip), None)
+
+    def position(self, request: Request) -> int:
+        """Requests with a smaller key than this one, which waits."""
+        return int(self._by_key.bisect_left(self._keys[request.request_id]))
+
+    def check_integrity(self) -> None:
+        """Recount; an ``AssertionError`` here is a bug of ours."""
+        assert len(self._by_key) == len(self._keys)
+        for request_id, key in self._keys.items():
+            request = self._by_key[key]
+            assert request.request_id == request_id
+            assert key == self._key(request), "a key changed while its request waited"
 
 
 class Policy(Protocol):
-    """An order of requests.
+    """An order of requests. One object belongs to one scheduler.
 
     Attributes:
         name: as in the configuration.
@@ -27,11 +86,76 @@ class Policy(Protocol):
         ...
 
     def key(self, request: Request) -> Key:
-        """Sort key: urgency, then arrival. A preempted request keeps its arrival."""
+        """Urgency, then arrival. A preempted request keeps its arrival."""
+        ...
+
+    def rank(self, request: Request) -> Rank:
+        """What orders prefills and admissions right now."""
+        ...
+
+    def new_queue(self) -> WaitingQueue:
+        """An empty queue in this order."""
+        ...
+
+    def arrived(self, request: Request) -> None:
+        """A request is about to join the queue for the first time."""
+        ...
+
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        """A request got a seat, and ``num_cached_tokens`` from the prefix cache."""
+        ...
+
+    def produced(self, request: Request) -> None:
+        """A request produced an output token."""
+        ...
+
+    def left(self, request: Request) -> None:
+        """A request has ended."""
         ...
 
 
-class PriorityPolicy:
+class _StaticPolicy:
+    """A policy whose order is the key alone."""
+
+    name = ""
+    uses_level = False
+
+    def urgency(self, request: Request) -> int:
+        """The same for all."""
+        return 0
+
+    def key(self, request: Request) -> Key:
+        """Urgency, then arrival."""
+        return self.urgency(request), request.arrival_seq
+
+    def rank(self, request: Request) -> Rank:
+        """The key."""
+        return self.key(request)
+
+    def new_queue(self) -> WaitingQueue:
+        """Sorted by the key."""
+        return WaitingQueue(self.key)
+
+    def arrived(self, request: Request) -> None:
+        """Nothing to remember."""
+
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        """Nothing to remember."""
+
+    def produced(self, request: Request) -> None:
+        """Nothing to remember."""
+
+    def left(self, request: Request) -> None:
+        """Nothing to remember."""
+
+
+class FcfsPolicy(_StaticPolicy):
+    """Arrival alone; all requests are equals, so nobody is preempted for an arrival."""
+
+    name = "fcfs"
+
+
+class PriorityPolicy(_StaticPolicy):
     """Level, then arrival."""
 
     name = "priority"
@@ -41,108 +165,16 @@ class PriorityPolicy:
         """The request's level."""
         return request.level
 
-    def key(self, request: Request) -> Key:
-        """(level, arrival)."""
-        return request.level, request.arrival_seq
-
-
-class FcfsPolicy:
-    """Arrival alone; all requests are equals, so nobody is preempted for an arrival."""
-
-    name = "fcfs"
-    uses_level = False
-
-    def urgency(self, request: Request) -> int:
-        """The same for all."""
-        return 0
-
-    def key(self, request: Request) -> Key:
-        """(0, arrival)."""
-        return 0, request.arrival_seq
-
-
-POLICIES: dict[str, Policy] = {policy.name: policy for policy in (PriorityPolicy(), FcfsPolicy())}
-
 
 def policy_named(name: str) -> Policy:
-    """The policy of that name.
+    """A fresh policy of that name.
 
     Raises:
         InvalidSetting: there is none.
     """
-    try:
-        return POLICIES[name]
-    except KeyError:
-        known = ", ".join(sorted(POLICIES))
-        raise InvalidSetting("scheduler.policy", f"must be one of {known}", name) from None
+    from engine.scheduler.fair import FairPolicy
 
-
-class WaitingQueue:
-    """Waiting requests in policy order.
-
-    A heap with lazy deletion: ``push``, ``discard`` and ``pop`` are O(log n)
-    amortised. Dead entries are dropped when they reach the top, and all at once
-    when they outnumber the living.
-    """
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._heap: list[tuple[Key, RequestId]] = []
-        self._live: dict[RequestId, tuple[Key, Request]] = {}
-        self._by_urgency: Counter[int] = Counter()
-
-    def __len__(self) -> int:
-        """Number of waiting requests."""
-        return len(self._live)
-
-    def __contains__(self, request_id: RequestId) -> bool:
-        """Whether it waits."""
-        return request_id in self._live
-
-    def __iter__(self) -> Iterator[Request]:
-        """Requests in policy order; sorts, so not for the hot path."""
-        return (request for _, request in sorted(self._live.values(), key=lambda entry: entry[0]))
-
-    def push(self, request: Request) -> None:
-        """Add a request; its key must not change while it waits."""
-        assert request.request_id not in self._live
-        key = self._policy.key(request)
-        self._live[request.request_id] = (key, request)
-        self._by_urgency[key[0]] += 1
-        heapq.heappush(self._heap, (key, request.request_id))
-
-    def peek(self) -> Request | None:
-        """The first request, which stays; None when nothing waits."""
-        while self._heap:
-            key, request_id = self._heap[0]
-            entry = self._live.get(request_id)
-            if entry is not None and entry[0] == key:
-                return entry[1]
-            heapq.heappop(self._heap)
-        return None
-
-    def discard(self, request_id: RequestId) -> Request | None:
-        """Take a request out, wherever it stands; None when it does not wait."""
-        entry = self._live.pop(request_id, None)
-        if entry is None:
-            return None
-        key, request = entry
-        self._by_urgency[key[0]] -= 1
-        if self._by_urgency[key[0]] == 0:
-            del self._by_urgency[key[0]]
-        if len(self._heap) > 2 * len(self._live) + 16:
-            self._heap = [(k, r.request_id) for k, r in self._live.values()]
-            heapq.heapify(self._heap)
-        return request
-
-    def num_before_newcomer(self, urgency: int) -> int:
-        """Requests that would be served before a newcomer of that urgency."""
-        return sum(count for level, count in self._by_urgency.items() if level <= urgency)
-
-    def check_integrity(self) -> None:
-        """Recount; an ``AssertionError`` here is a bug of ours."""
-        assert self._by_urgency == Counter(key[0] for key, _ in self._live.values())
-        in_heap = set(self._heap)
-        for request_id, (key, request) in self._live.items():
-            assert (key, request_id) in in_heap
-            assert key == self._policy.key(request), "a key changed while its request waited"
+    policies: dict[str, type[Policy]] = {p.name: p for p in (PriorityPolicy, FairPolicy, FcfsPolicy)}
+    if name not in policies:
+        raise InvalidSetting("scheduler.policy", f"must be one of {', '.join(sorted(policies))}", name)
+    return policies[name]()

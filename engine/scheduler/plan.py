@@ -7,6 +7,7 @@ from engine.errors import VorrangError
 from engine.events import SchedulerEvent
 from engine.request import RequestId
 from engine.sampling import SamplingParams
+from engine.scheduler.draft import Gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,13 @@ class Plan:
         step: number of the step, from 1.
         grants: decodes first, then prefill chunks, each in policy order.
         events: what planning decided (started, resumed, preempted, finished), in order.
+        gate: what kept the first request out that could not be admitted; None when nothing waits.
     """
 
     step: int
     grants: tuple[Grant, ...]
     events: tuple[SchedulerEvent, ...] = ()
+    gate: Gate | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -5,16 +5,18 @@ plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the sa
 calls give the same plans.
 """
 
-from engine.errors import ContextExceeded, EmptyPrompt, PoolExceeded, QueueFull
+from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
-from engine.scheduler.commands import Command, Fail, Finish, Preempt, SetLevel
+from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.deadlines import Deadlines
+from engine.scheduler.disciplines import discipline_named
+from engine.scheduler.draft import StepDraft
 from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.scheduler.state import SchedulerState
-from engine.scheduler.unified import StepDraft, UnifiedPass
 from kv.block_manager import BlockManager
 
 _NOTHING: frozenset[int] = frozenset()
@@ -32,6 +34,8 @@ class Scheduler:
         self.policy = policy_named(config.policy)
         self.blocks = blocks
         self._state = SchedulerState(config, self.policy, blocks)
+        self._discipline = discipline_named(config.discipline)
+        self._deadlines = Deadlines()
         self._num_arrivals = 0
         self._step = 0
 
@@ -54,6 +58,10 @@ class Scheduler:
         """Requests that hold a seat, in policy order."""
         return tuple(self._state.running)
 
+    def parked(self) -> tuple[Request, ...]:
+        """Requests that are not to be computed."""
+        return tuple(self._state.parked.values())
+
     def waiting(self) -> tuple[Request, ...]:
         """Requests that wait, in policy order; sorts, so not for the hot path."""
         return tuple(self._state.waiting)
@@ -62,18 +70,13 @@ class Scheduler:
         """A request that is alive; None when it is not."""
         return self._state.requests.get(request_id)
 
-    def check(self, spec: RequestSpec, num_arriving: int = 0) -> None:
-        """Refuse what could never run, and newcomers to a full queue. Changes nothing.
-
-        Args:
-            spec: what is asked for.
-            num_arriving: requests that passed this check and are about to be submitted.
+    def check(self, spec: RequestSpec) -> None:
+        """Refuse what could never run. Changes nothing.
 
         Raises:
             EmptyPrompt: no token.
             ContextExceeded: prompt + max_tokens is longer than the context.
             PoolExceeded: prompt + 1 token is larger than the whole pool.
-            QueueFull: as many requests that were never admitted wait as may.
             InvalidRequest: the level is out of range.
         """
         num_prompt_tokens = len(spec.prompt_token_ids)
@@ -93,25 +96,44 @@ class Scheduler:
             pool_tokens = self.blocks.num_blocks * self.blocks.block_size
             rule = f"must leave room for an output token in the KV pool of {pool_tokens} tokens"
             raise PoolExceeded("prompt", rule, num_prompt_tokens)
-        if self._state.num_new_waiting + num_arriving >= self.config.max_waiting_requests:
-            raise QueueFull(self.config.max_waiting_requests)
 
-    def submit(self, spec: RequestSpec, now: float) -> Request:
-        """Queue a request.
+    def submit(self, spec: RequestSpec, now: float) -> list[SchedulerEvent]:
+        """Queue a request; in a full queue it takes the place of the least urgent one that is less urgent.
+
+        Returns:
+            The end of the request that was displaced, if one was.
 
         Raises:
-            EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, InvalidRequest: see ``check``.
+            EmptyPrompt, ContextExceeded, PoolExceeded, InvalidRequest: see ``check``.
+            QueueFull, TenantQuotaExceeded: it would break a limit of the queue.
         """
         self.check(spec)
         assert spec.request_id not in self._state.requests
+        self._state.limits.check_tenant(spec)
         request = Request(spec, self._num_arrivals, now)
+        events = self._make_room(request, now)
         self._num_arrivals += 1
         self._state.enqueue(request)
-        return request
+        self._deadlines.add(request)
+        return events
 
-    def num_before_newcomer(self, level: int) -> int:
-        """Requests that wait and would be served before a newcomer of that level."""
-        return self._state.waiting.num_before_newcomer(level if self.policy.uses_level else 0)
+    def _make_room(self, newcomer: Request, now: float) -> list[SchedulerEvent]:
+        broken = self._state.limits.broken_by(newcomer.spec)
+        if broken is None:
+            return []
+        scope, error = broken
+        for request in reversed(self._state.waiting):
+            if self.policy.urgency(request) <= self.policy.urgency(newcomer):
+                break
+            if self._state.limits.counts(request, scope):
+                if error.unit == "tokens" and request.num_prompt_tokens < newcomer.num_prompt_tokens:
+                    continue  # its place would not be enough
+                return [self._state.fail(request, Displaced(), now)]
+        raise error
+
+    def position(self, request_id: RequestId) -> int:
+        """Requests that wait and would be served before this one, which waits."""
+        return self._state.waiting.position(self._state.requests[request_id])
 
     def apply(self, command: Command, now: float) -> list[SchedulerEvent]:
         """Do something to a request; nothing at all when it is not alive.
@@ -134,12 +156,24 @@ class Scheduler:
                 if request.status is not RequestStatus.RUNNING:
                     return []
                 return [self._state.preempt(request, PreemptReason.OPERATOR, None, self._step, now)]
+            case Park():
+                if request.status is not RequestStatus.PARKED:
+                    self._state.park(request, now)
+                return []
+            case Unpark():
+                if request.status is RequestStatus.PARKED:
+                    self._state.unpark(request, now)
+                return []
 
     def plan(self, now: float) -> Plan:
         """Decide the next step. Never blocks, never raises for load; an empty plan is legal."""
         self._step += 1
-        draft = UnifiedPass(self._state, self._step, now).run()
-        return Plan(self._step, self._grants(draft), tuple(draft.events))
+        draft = StepDraft(self._step, now, self.config.max_step_tokens)
+        for request_id in self._deadlines.expired(now, self._state.requests):
+            request = self._state.requests[request_id]
+            draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
+        self._discipline.fill(self._state, draft)
+        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
@@ -196,6 +230,7 @@ class Scheduler:
         if index == 0:
             request.spend(now)  # the first output token ends the prefill
         request.token_ids.append(token_id)
+        self.policy.produced(request)
         events: list[SchedulerEvent] = [TokensSampled(request.request_id, index, (token_id,))]
         spec = request.spec
         may_stop = index + 1 >= spec.sampling.min_tokens

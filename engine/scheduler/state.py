@@ -1,16 +1,20 @@
-"""Who waits, who runs, and the moves between the two. Decides nothing.
+"""Who waits, who runs, who is parked, and the moves between them. Decides nothing.
 
 Every move keeps the block manager, the queue and the running list in step, and
 returns the event that tells of it.
 """
 
 from bisect import insort
+from itertools import chain
 
 from engine.errors import VorrangError
 from engine.events import Failed, Finished, Preempted, Resumed, Started
+from engine.priority import CLASSES, class_of
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestStatus
-from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.order import Policy, WaitingQueue
+from engine.scheduler.config import ClassConfig, SchedulerConfig
+from engine.scheduler.limits import QueueLimits
+from engine.scheduler.order import Policy
+from engine.scheduler.starvation import StarvationWatch
 from kv.block_manager import BlockManager, PrefixHit
 
 
@@ -19,9 +23,11 @@ class SchedulerState:
 
     Attributes:
         running: requests that hold a seat, in policy order.
-        waiting: requests that wait, never admitted or preempted.
+        waiting: requests that wait, never admitted or preempted, in policy order.
+        parked: requests that are not to be computed; they may hold blocks.
         requests: all that are alive, by id.
-        num_new_waiting: of those that wait, the ones never admitted (what the queue limit counts).
+        limits: what the requests that were never admitted take of the queue limits.
+        starvation: who waited longer than its class may.
     """
 
     def __init__(self, config: SchedulerConfig, policy: Policy, blocks: BlockManager) -> None:
@@ -29,48 +35,78 @@ class SchedulerState:
         self.policy = policy
         self.blocks = blocks
         self.running: list[Request] = []
-        self.waiting = WaitingQueue(policy)
+        self.waiting = policy.new_queue()
+        self.parked: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
-        self.num_new_waiting = 0
+        self.limits = QueueLimits(config)
+        self.starvation = StarvationWatch(self.rules)
+
+    def rules(self, request: Request) -> ClassConfig:
+        """Rules of a request's class; where levels mean nothing, everybody's are those of ``standard``."""
+        return self.config.class_config(request.level) if self.policy.uses_level else self.config.standard
 
     def enqueue(self, request: Request) -> None:
         """A new request joins the queue."""
+        self.policy.arrived(request)
         self.requests[request.request_id] = request
         self.waiting.push(request)
-        self.num_new_waiting += 1
+        self.limits.add(request)
+        self.starvation.watch(request)
 
-    def admit(self, request: Request, hit: PrefixHit, now: float) -> Started | Resumed:
-        """The request at the head of the queue gets a seat, and blocks for all its known tokens."""
+    def admit(
+        self, request: Request, hit: PrefixHit | None, num_tokens: int, now: float
+    ) -> Started | Resumed | None:
+        """A waiting request gets a seat, and blocks up to ``num_tokens``.
+
+        Args:
+            request: which.
+            hit: its prefix in the cache; None when it kept its blocks while parked.
+            num_tokens: tokens that its blocks are to hold.
+            now: the time.
+
+        Returns:
+            What happened; None when it merely goes on after it was parked.
+        """
         self.waiting.discard(request.request_id)
-        admitted = self.blocks.admit(request, hit)
-        assert admitted, "admission tests promised the blocks"
         request.spend(now)
-        is_new = request.status is RequestStatus.WAITING
+        is_new, was_preempted = not request.has_started, request.status is RequestStatus.PREEMPTED
+        if request.status is RequestStatus.WAITING and is_new:
+            self.limits.forget(request)
         request.status = RequestStatus.RUNNING
-        request.num_computed_tokens = hit.num_tokens
+        request.has_started = True
         insort(self.running, request, key=self.policy.key)
+        if hit is None:
+            grown = self.blocks.grow(request, num_tokens)
+            assert grown, "admission tests promised the blocks"
+            return None
+        admitted = self.blocks.admit(request, hit, num_tokens)
+        assert admitted, "admission tests promised the blocks"
+        request.num_computed_tokens = hit.num_tokens
+        self.policy.admitted(request, hit.num_tokens)
         if is_new:
-            self.num_new_waiting -= 1
             request.num_cached_tokens = hit.num_tokens
             return Started(request.request_id, request.num_prompt_tokens, hit.num_tokens)
+        assert was_preempted
         num_recomputed = max(0, request.num_lost_tokens - hit.num_tokens)
         request.num_lost_tokens = 0
         request.num_recomputed_tokens += num_recomputed
+        request.num_outputs_at_resume = request.num_output_tokens
         return Resumed(request.request_id, num_recomputed)
 
     def preempt(
         self, request: Request, reason: PreemptReason, beneficiary: Request | None, step: int, now: float
     ) -> Preempted:
-        """A running request loses seat and blocks and returns to the queue with its output and seniority."""
-        self.running.remove(request)
+        """A request loses its blocks, and its seat if it has one; it keeps its output and its seniority."""
         num_blocks = self.blocks.free(request)
-        request.spend(now)
-        request.status = RequestStatus.PREEMPTED
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+            request.spend(now)
+            request.status = RequestStatus.PREEMPTED
+            self.waiting.push(request)
         request.num_preemptions += 1
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.preempted_in_step = step
-        self.waiting.push(request)
         return Preempted(
             request.request_id,
             reason,
@@ -80,16 +116,41 @@ class SchedulerState:
             request.num_lost_tokens,
         )
 
+    def park(self, request: Request, now: float) -> None:
+        """A request gives back its seat, or leaves the queue, and keeps its blocks."""
+        request.spend(now)
+        if request.status is RequestStatus.RUNNING:
+            self.running.remove(request)
+        else:
+            self.waiting.discard(request.request_id)
+        request.status = RequestStatus.PARKED
+        self.parked[request.request_id] = request
+
+    def unpark(self, request: Request, now: float) -> None:
+        """A parked request returns to the queue with its seniority."""
+        request.spend(now)
+        del self.parked[request.request_id]
+        request.status = RequestStatus.PREEMPTED if request.has_started else RequestStatus.WAITING
+        request.idle_since = now
+        self.waiting.push(request)
+        self.starvation.watch(request)
+
     def set_level(self, request: Request, level: int) -> None:
         """Give a request another level, and the place in the order that goes with it."""
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            request.level = level
-            insort(self.running, request, key=self.policy.key)
-        else:
+        elif request.status is not RequestStatus.PARKED:
             self.waiting.discard(request.request_id)
-            request.level = level
+        self.limits.forget(request)
+        request.level = level
+        request.cache_rank = CLASSES.index(class_of(level))
+        if not request.has_started:
+            self.limits.add(request)
+        if request.status is RequestStatus.RUNNING:
+            insort(self.running, request, key=self.policy.key)
+        elif request.status is not RequestStatus.PARKED:
             self.waiting.push(request)
+        self.starvation.watch(request)
 
     def finish(
         self,
@@ -109,16 +170,31 @@ class SchedulerState:
         self._leave(request, now)
         return Failed(request.request_id, error, request.usage())
 
+    def idle_holders(self) -> list[Request]:
+        """Requests that hold blocks without a seat: parked, or waiting after they were."""
+        return [r for r in chain(self.parked.values(), self.unparked()) if self.blocks.holds(r.request_id)]
+
+    def unparked(self) -> list[Request]:
+        """Waiting requests that kept their blocks while they were parked."""
+        if self.blocks.num_owners == len(self.running):
+            return []
+        return [r for r in self.waiting if self.blocks.holds(r.request_id)]
+
     def _leave(self, request: Request, now: float) -> None:
         request.spend(now)
         if request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-            self.blocks.free(request)
+        elif request.status is RequestStatus.PARKED:
+            del self.parked[request.request_id]
         else:
             self.waiting.discard(request.request_id)
-            self.num_new_waiting -= request.status is RequestStatus.WAITING
+        if self.blocks.holds(request.request_id):
+            self.blocks.free(request)
+        self.limits.forget(request)
+        self.starvation.forget(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        self.policy.left(request)
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
@@ -126,20 +202,23 @@ class SchedulerState:
         self.waiting.check_integrity()
         assert len(self.running) <= self.config.max_running_requests
         assert self.running == sorted(self.running, key=self.policy.key)
-        assert len(self.running) + len(self.waiting) == len(self.requests)
-        assert self.blocks.num_owners == len(self.running)
-        num_new = 0
+        assert len(self.running) + len(self.waiting) + len(self.parked) == len(self.requests)
         for request in self.requests.values():
-            runs = request.status is RequestStatus.RUNNING
-            waits = request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert runs != waits
-            assert waits == (request.request_id in self.waiting)
-            num_new += request.status is RequestStatus.WAITING
-            if runs:
-                assert request in self.running
-                assert 0 <= request.num_computed_tokens < request.num_tokens
-                num_held = len(self.blocks.table(request.request_id)) * self.blocks.block_size
-                assert num_held >= request.num_computed_tokens
-            else:
-                assert request.num_computed_tokens == 0
-        assert num_new == self.num_new_waiting
+            self._check_request(request)
+        self.limits.check_integrity(r for r in self.requests.values() if not r.has_started)
+        self.starvation.check_integrity(self.requests.values())
+
+    def _check_request(self, request: Request) -> None:
+        status, holds = request.status, self.blocks.holds(request.request_id)
+        assert (status is RequestStatus.PARKED) == (request.request_id in self.parked)
+        waits = status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+        assert waits == (request.request_id in self.waiting)
+        assert (status is RequestStatus.RUNNING) == (request in self.running)
+        assert holds or status is not RequestStatus.RUNNING
+        assert request.has_started or not holds
+        if holds:
+            assert 0 <= request.num_computed_tokens < request.num_tokens
+            num_held_tokens = len(self.blocks.table(request.request_id)) * self.blocks.block_size
+            assert num_held_tokens >= request.num_computed_tokens
+        else:
+            assert request.num_computed_tokens == 0

@@ -95,11 +95,12 @@ def simulate(
         while coming and coming[0].arrival_s <= seen_until:
             request = coming.popleft()
             try:
-                scheduler.submit(request.spec(), request.arrival_s)
+                displaced = scheduler.submit(request.spec(), request.arrival_s)
             except VorrangError as error:
                 recorder.refused(request, error)
             else:
                 recorder.arrived(request)
+                recorder.happened(displaced, request.arrival_s)
         plan = scheduler.plan(now)
         recorder.happened(plan.events, now)
         if not plan.grants:

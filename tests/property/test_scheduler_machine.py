@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 from engine.errors import PoolExceeded
 from engine.request import RequestId
-from engine.scheduler.commands import Finish, Preempt, SetLevel
+from engine.scheduler.commands import Finish, Park, Preempt, SetLevel, Unpark
 from tests.support.drive import Driver
 
 LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
@@ -33,16 +33,25 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 14),
-        policy=st.sampled_from(["priority", "priority", "fcfs"]),
+        policy=st.sampled_from(["priority", "priority", "fair", "fcfs"]),
         seats=st.integers(1, 5),
         spare=st.integers(0, 12),
         chunk=st.integers(1, 9),
         gap=st.sampled_from([1, 1, 5]),
         watermark=st.sampled_from([0.0, 0.02, 0.3]),
         prefix_cache=st.booleans(),
+        more=st.fixed_dictionaries(
+            {
+                "max_bypass": st.sampled_from([0, 0, 1, 3]),
+                "max_wait_s": st.sampled_from([1e9, 1e9, 60.0, 8.0]),
+                "resume_quantum_tokens": st.sampled_from([0, 2, 5]),
+                "max_preemptions": st.sampled_from([1, 2, 8]),
+                "max_preemptions_per_step": st.sampled_from([1, 2, 8]),
+            }
+        ),
     )
-    def build(self, num_blocks, policy, seats, spare, chunk, gap, watermark, prefix_cache):
-        self.settings = {
+    def build(self, num_blocks, policy, seats, spare, chunk, gap, watermark, prefix_cache, more):
+        self.settings = more | {
             "num_blocks": num_blocks,
             "policy": policy,
             "max_running_requests": seats,
@@ -63,12 +72,25 @@ class SchedulerMachine(RuleBasedStateMachine):
         family=st.integers(0, 2),
         level=LEVELS,
         max_tokens=st.integers(1, 24),
-        more=st.fixed_dictionaries({}, optional={"seed": st.integers(0, 3), "cache_salt": st.just("b")}),
+        more=st.fixed_dictionaries(
+            {},
+            optional={
+                "seed": st.integers(0, 3),
+                "cache_salt": st.just("b"),
+                "tenant": st.sampled_from("abc"),
+                "queue_in": st.integers(0, 30),
+                "total_in": st.integers(0, 40),
+            },
+        ),
     )
     def submit(self, size, family, level, max_tokens, more):
         # Few families: prompts share prefixes. Ids such as r1 and r11 must not be mixed up (7).
         prompt = [(family * 50 + i) % 256 for i in range(size)]
         name = f"r{len(self.driver.seen)}"
+        more = dict(more)
+        for what in ("queue", "total"):
+            if f"{what}_in" in more:
+                more[f"{what}_deadline"] = self.driver.now + more.pop(f"{what}_in")
         pool_tokens = self.driver.blocks.num_blocks * self.driver.blocks.block_size
         try:
             self.call("submit", name, prompt, level=level, max_tokens=max_tokens, **more)
@@ -98,13 +120,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_with_commands_in_flight(self, data):
         names = st.sampled_from(sorted(self.driver.seen))
         ids = names.map(RequestId)
-        command = st.one_of(st.builds(Finish, ids), st.builds(Preempt, ids), st.builds(SetLevel, ids, LEVELS))
+        command = st.one_of(
+            st.builds(Finish, ids),
+            st.builds(Preempt, ids),
+            st.builds(SetLevel, ids, LEVELS),
+            st.builds(Park, ids),
+            st.builds(Unpark, ids),
+        )
         between = data.draw(st.lists(command, min_size=1, max_size=3))
         self.call("step", between=tuple(between))
 
     @precondition(lambda self: self.driver.seen)
-    @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt"]))
-    def cancel_or_preempt(self, data, what):
+    @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt", "park", "park", "unpark", "unpark"]))
+    def command(self, data, what):
         self.call(what, data.draw(st.sampled_from(sorted(self.driver.seen))))
 
     @precondition(lambda self: self.driver.seen)
@@ -115,6 +143,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "driver"):
             return
+        for request in self.driver.scheduler.parked():
+            self.call("unpark", request.request_id)
         self.driver.finish()
         SchedulerMachine.num_steps += self.driver.num_steps
         SchedulerMachine.num_preemptions += sum(self.driver.preemptions(n) for n in self.driver.seen)
@@ -132,7 +162,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600 if MIN_STEPS <= 100_000 else 0)
 def test_any_calls_in_any_order_keep_every_invariant():
     SchedulerMachine.num_steps = SchedulerMachine.num_preemptions = 0
     rounds = 0

@@ -7,15 +7,20 @@ from kv.free_list import FreeList
 
 
 class Owner:
-    def __init__(self, name, tokens, salt=""):
+    def __init__(self, name, tokens, salt="", rank=0):
         self.request_id = name
         self.token_ids = list(tokens)
         self.block_hashes = []
         self.cache_salt = salt
+        self.cache_rank = rank
 
 
-def admit(manager, name, tokens, salt="", *, computed=None):
-    owner = Owner(name, tokens, salt)
+def reuse_order(manager):
+    return [block for part in manager._free for block in part]
+
+
+def admit(manager, name, tokens, salt="", *, computed=None, rank=0):
+    owner = Owner(name, tokens, salt, rank)
     hit = manager.match(owner)
     assert manager.admit(owner, hit)
     manager.confirm(owner, len(owner.token_ids) if computed is None else computed)
@@ -49,7 +54,7 @@ def test_a_second_request_shares_the_full_blocks_of_the_first():  # vLLM 48
     assert manager.free(first) == 1
     assert manager.free(second) == 4
     # Never hashed first, hashed last, the start of a prefix longest of all.
-    assert list(manager._free) == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
+    assert reuse_order(manager) == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
     third = admit(manager, "c", range(1000, 1000 + 160))
     assert manager.table("c") == [4, 3, 5, 6, 7, 8, 9, 2, 1, 0]
     manager.free(third)
@@ -93,12 +98,12 @@ def test_a_hit_on_a_free_block_consumes_a_free_block():
 def test_a_failed_admission_changes_nothing():  # vLLM 52
     manager = BlockManager(6, 16)
     admit(manager, "a", range(16))
-    before = list(manager._free), list(manager._references)
+    before = reuse_order(manager), list(manager._references)
     owner = Owner("b", [*range(16), *range(500, 600)])
     hit = manager.match(owner)
     assert hit.blocks == (0,)
     assert not manager.admit(owner, hit)
-    assert (list(manager._free), list(manager._references)) == before
+    assert (reuse_order(manager), list(manager._references)) == before
     assert manager.num_owners == 1
 
 
@@ -193,3 +198,24 @@ def test_reclaim_counts_a_shared_block_once_its_last_holder_is_in():
     reclaim.remove("a")
     assert reclaim.num_blocks == 1
     assert manager.reclaim(keep=[0, 1]).gain("a") == 1
+
+
+def test_the_cache_gives_up_blocks_of_less_dear_owners_first():
+    manager = BlockManager(4, 4)
+    manager.free(admit(manager, "batch", range(5), rank=2))
+    manager.free(admit(manager, "urgent", range(50, 55), rank=0))
+    manager.free(admit(manager, "batch again", range(100, 105), rank=2))
+    # Unhashed first, then batch by age, then urgent although it is older than the last batch.
+    admit(manager, "filler", range(200, 208))
+    assert manager.match(Owner("x", range(5))).blocks == ()
+    assert manager.match(Owner("y", range(50, 55))).num_tokens == 4
+
+
+def test_a_block_is_as_dear_as_the_dearest_owner_it_had():
+    manager = BlockManager(3, 4)
+    manager.free(admit(manager, "batch", range(5), rank=2))
+    manager.free(admit(manager, "urgent", range(5), rank=0))
+    manager.free(admit(manager, "other", range(60, 65), rank=1))
+    admit(manager, "filler", range(200, 208))
+    assert manager.match(Owner("x", range(5))).num_tokens == 4
+    assert manager.match(Owner("y", range(60, 65))).num_tokens == 0

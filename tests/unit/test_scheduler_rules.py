@@ -5,12 +5,20 @@
 
 import pytest
 
-from engine.errors import ContextExceeded, EmptyPrompt, InvalidRequest, PoolExceeded, QueueFull
+from engine.errors import (
+    ContextExceeded,
+    Displaced,
+    EmptyPrompt,
+    InvalidRequest,
+    PoolExceeded,
+    QueueFull,
+    TenantQuotaExceeded,
+)
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import FinishReason, PreemptReason, RequestId
 from engine.runner.scripted import expected_output
 from engine.scheduler.commands import Fail, Finish, SetLevel
-from engine.scheduler.config import InvalidSetting, SchedulerConfig
+from engine.scheduler.config import ClassConfig, InvalidSetting, SchedulerConfig
 from engine.scheduler.plan import StepResult
 from tests.support.drive import Driver
 
@@ -82,6 +90,19 @@ def test_fcfs_ignores_levels():
     assert driver.running() == ["batch"]
     driver.finish()
     assert driver.preemptions("batch") == 0
+
+
+def test_under_fcfs_no_rule_looks_at_the_class():
+    """Neither the interactive class's shorter wait nor its freedom from the watermark counts."""
+    impatient = ClassConfig(max_wait_s=2.0, watermark=0.0)
+    driver = Driver(policy="fcfs", max_running_requests=1, interactive=impatient)
+    driver.submit("first", level=10, max_tokens=10)
+    driver.submit("second", level=10)
+    driver.submit("third", level=-10)
+    order = []
+    while driver.scheduler.has_requests:
+        order += [str(e.request_id) for e in events(driver.step(), Started)]
+    assert order == ["first", "second", "third"]
 
 
 # Rule 3: admission asks for a seat, then whether the whole known prompt fits
@@ -444,7 +465,7 @@ def test_the_queue_is_bounded_and_preempted_requests_do_not_count():
     driver.step()
     assert driver.waiting() == ["a", "b"]
     driver.submit("c", level=10)
-    with pytest.raises(QueueFull, match="2 requests wait"):
+    with pytest.raises(QueueFull, match="queue holds as many waiting requests as it may, 2"):
         driver.submit("d", level=10)
     driver.cancel("b")
     driver.submit("d", level=10)
@@ -607,8 +628,11 @@ def test_the_first_admission_tells_what_the_cache_gave():  # vLLM 40, 41
         ("max_step_tokens", 3),
         ("max_chunk_tokens", 0),
         ("preempt_level_gap", 0),
-        ("watermark", 1.0),
-        ("watermark", -0.1),
+        ("starved_share", 0.0),
+        ("starved_share", 1.0),
+        ("resume_quantum_tokens", -1),
+        ("max_preemptions", 0),
+        ("max_bypass", -1),
         ("max_context_tokens", 1),
         ("max_waiting_requests", 0),
     ],
@@ -619,5 +643,417 @@ def test_bad_settings_name_field_and_value(field, value):
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(InvalidSetting, match="policy must be one of fcfs, priority, got 'lottery'"):
+    with pytest.raises(InvalidSetting, match="policy must be one of fair, fcfs, priority, got 'lottery'"):
         Driver(policy="lottery")
+
+
+# Rule 7: anti-thrash
+
+
+def resumed_batch(**config):
+    """One seat; a batch request that was preempted once and has just resumed."""
+    driver = Driver(max_running_requests=1, num_blocks=64, **config)
+    driver.submit("batch", 8, level=10, max_tokens=60)
+    driver.step()
+    driver.step()
+    driver.submit("urgent1", 4, level=-10, max_tokens=1)
+    driver.step()
+    driver.step()
+    assert driver.running() == ["batch"]
+    return driver
+
+
+def test_a_resumed_request_may_produce_its_quantum_before_an_arrival_evicts_it():
+    driver = resumed_batch(resume_quantum_tokens=5)
+    had = len(driver.tokens("batch"))
+    driver.submit("urgent2", 4, level=-10, max_tokens=1)
+    while driver.waiting() != ["batch"]:
+        driver.step()
+    assert len(driver.tokens("batch")) - had == 4  # and the one of the step in which it resumed
+    driver.finish()
+
+
+def test_without_a_quantum_it_is_evicted_at_once():
+    driver = resumed_batch(resume_quantum_tokens=0)
+    driver.submit("urgent2", 4, level=-10, max_tokens=1)
+    driver.step()
+    assert driver.waiting() == ["batch"]
+    driver.finish()
+
+
+def test_after_max_preemptions_a_request_holds_all_it_can_need_and_stays():
+    driver = resumed_batch(max_preemptions=1, block_size=4)
+    assert len(driver.blocks.table("batch")) == (8 + 60) // 4
+    driver.submit("urgent2", 4, level=-10, max_tokens=1)
+    for _ in range(10):
+        driver.step()
+    assert driver.running() == ["batch"]
+    driver.finish()
+    assert driver.preemptions("batch") == 1
+
+
+def test_preemptions_for_arrivals_are_bounded_per_step():
+    driver = Driver(max_running_requests=4, num_blocks=64, max_preemptions_per_step=2)
+    for i in range(4):
+        driver.submit(f"batch{i}", 4, level=10, max_tokens=20)
+    driver.step()
+    for i in range(4):
+        driver.submit(f"urgent{i}", 4, level=-10)
+    assert len(events(driver.step(), Preempted)) == 2
+    assert len(events(driver.step(), Preempted)) == 2
+    driver.finish()
+
+
+def test_one_arrival_may_need_more_victims_than_a_step_has():
+    driver = Driver(num_blocks=12, max_step_tokens=48, max_chunk_tokens=16, max_preemptions_per_step=1)
+    for name in "abc":
+        driver.submit(name, 15, level=10, max_tokens=2)
+    driver.step()
+    driver.submit("urgent", 40, level=-10)
+    assert len(events(driver.step(), Preempted)) == 3
+    driver.finish()
+
+
+def test_a_preempted_request_comes_back_only_with_the_watermark_left():
+    driver = Driver(num_blocks=10, watermark=0.2, max_step_tokens=64, max_chunk_tokens=64)
+    driver.submit("urgent", 16, level=-10, max_tokens=30)
+    driver.step()
+    driver.submit("interactive too", 19, level=-5, max_tokens=30)
+    driver.step()
+    driver.preempt("interactive too")
+    driver.step()  # 5 blocks needed and 5 free, but the watermark is 2
+    assert driver.waiting() == ["interactive too"]
+    driver.finish()
+
+
+# Rule 8: bounded bypass
+
+
+def bypassed(max_bypass, num_small=10):
+    driver = Driver(num_blocks=10, max_running_requests=8, max_step_tokens=64, max_bypass=max_bypass)
+    driver.submit("holder", 20, max_tokens=30)
+    driver.step()
+    driver.submit("large", 28, max_tokens=2)
+    for i in range(num_small):
+        driver.submit(f"small{i}", 3, max_tokens=2)
+    passed = 0
+    for _ in range(12):
+        passed += sum("small" in e.request_id for e in events(driver.step(), Started))
+    return driver, passed
+
+
+def test_small_requests_pass_a_misfit_at_most_max_bypass_times():
+    driver, passed = bypassed(max_bypass=3)
+    assert passed == 3
+    assert driver.waiting()[0] == "large"
+    driver.finish()
+
+
+def test_without_bypass_the_queue_is_served_strictly_in_order():
+    assert bypassed(max_bypass=0)[1] == 0
+
+
+def test_with_much_bypass_all_small_ones_pass():
+    assert bypassed(max_bypass=32)[1] == 10
+
+
+def test_a_more_urgent_request_is_not_held_by_the_fence():
+    driver, _ = bypassed(max_bypass=0)
+    driver.submit("urgent", 4, level=-10)
+    plan = driver.step()
+    assert "urgent" in grants(plan)
+    driver.finish()
+
+
+# Rule 9: ageing
+
+
+def test_a_starved_request_gets_the_next_seat_whatever_its_level():
+    driver = Driver(max_running_requests=2, num_blocks=64, max_wait_s=10)
+    driver.submit("batch", 4, level=10, max_tokens=4)
+    for i in range(60):
+        driver.submit(f"urgent{i}", 4, level=-10, max_tokens=6)
+    started = None
+    for step in range(60):
+        if any(e.request_id == "batch" for e in events(driver.step(), Started)):
+            started = step
+            break
+    assert started is not None
+    assert 10 <= started <= 10 + 6
+    driver.finish()
+
+
+def test_a_starved_request_is_never_evicted_and_keeps_its_level():
+    driver = Driver(max_running_requests=1, num_blocks=64, max_wait_s=5)
+    driver.submit("urgent0", 4, level=-10, max_tokens=8)
+    driver.submit("batch", 4, level=10, max_tokens=20)
+    for i in range(1, 6):
+        driver.submit(f"urgent{i}", 4, level=-10, max_tokens=8)
+    while "batch" not in driver.running():
+        driver.step()
+    assert driver.scheduler.find(RequestId("batch")).level == 10
+    driver.finish()
+    assert driver.preemptions("batch") == 0
+
+
+def test_blocks_are_kept_free_for_a_starved_request():
+    driver = Driver(max_running_requests=8, num_blocks=10, max_step_tokens=64, max_wait_s=5, max_bypass=1000)
+    driver.submit("large", 28, level=10, max_tokens=2)
+    driver.submit("first", 12, level=-10, max_tokens=12)
+    driver.step()
+    for i in range(40):
+        driver.submit(f"urgent{i}", 7, level=-10, max_tokens=4)
+    for _ in range(40):
+        driver.step()
+        if driver.tokens("large"):
+            break
+    assert driver.tokens("large")
+    driver.finish()
+
+
+def test_a_prefill_without_tokens_gets_the_reserved_share():
+    driver = Driver(
+        max_running_requests=4, max_step_tokens=20, max_chunk_tokens=20, num_blocks=400, max_wait_s=3
+    )
+    driver.submit("batch", 100, level=10, max_tokens=1)
+    driver.step()
+    for i in range(30):
+        driver.submit(f"urgent{i}", 60, level=-10, max_tokens=1)
+    granted = [grants(driver.step()).get("batch", 0) for _ in range(12)]
+    assert granted == [0, 0] + [2] * 10  # a tenth of the 20 tokens
+    driver.finish()
+
+
+# Deadlines
+
+
+def test_a_queue_deadline_ends_only_what_never_started():
+    driver = Driver(max_running_requests=1)
+    driver.submit("runs", 4, max_tokens=20, queue_deadline=3.0)
+    driver.submit("waits", 4, queue_deadline=3.0)
+    for _ in range(2):
+        driver.step()
+    assert driver.terminal("waits") is None
+    plan = driver.step()
+    assert [e.request_id for e in events(plan, Finished)] == ["waits"]
+    assert driver.terminal("waits").reason is FinishReason.TIME_LIMIT
+    driver.finish()
+    assert driver.terminal("runs").reason is FinishReason.LENGTH
+
+
+def test_no_step_is_spent_on_an_expired_request():
+    driver = Driver()
+    driver.submit("a", 4, max_tokens=20, total_deadline=3.0)
+    computed = [grants(driver.step()).get("a", 0) for _ in range(4)]
+    assert computed == [4, 1, 0, 0]
+    assert driver.terminal("a").reason is FinishReason.TIME_LIMIT
+    assert len(driver.tokens("a")) == 2
+    assert driver.blocks.num_free_blocks == driver.blocks.num_blocks
+
+
+# Parking
+
+
+def test_parking_gives_back_the_seat_and_keeps_the_blocks():
+    driver = Driver(max_running_requests=1, num_blocks=32)
+    driver.submit("a", 8, max_tokens=6)
+    driver.submit("b", 8, max_tokens=2)
+    driver.step()
+    driver.park("a")
+    plan = driver.step()
+    assert "a" not in grants(plan)
+    assert driver.running() == ["b"]
+    assert driver.blocks.holds("a")
+    driver.unpark("a")
+    driver.run()
+    assert not any(isinstance(e, Resumed) for e in driver.seen["a"].events)  # nothing was computed again
+    driver.finish()
+    assert driver.terminal("a").usage.parked_s > 0
+
+
+def test_a_parked_request_is_the_first_victim_even_for_an_equal():
+    driver = Driver(num_blocks=8, max_running_requests=4, max_step_tokens=64, max_chunk_tokens=32)
+    driver.submit("parked", 15, max_tokens=4)
+    driver.submit("runs", 7, max_tokens=4)
+    driver.step()
+    driver.park("parked")
+    driver.submit("equal", 12, max_tokens=2)
+    plan = driver.step()
+    assert [e.request_id for e in events(plan, Preempted)] == ["parked"]
+    assert "equal" in grants(plan)
+    driver.unpark("parked")
+    driver.finish()
+    assert driver.terminal("parked").usage.preemptions == 1
+
+
+def test_parking_a_queued_request_lets_others_pass():
+    driver = Driver(max_running_requests=1)
+    driver.submit("a", 4)
+    driver.park("a")
+    driver.submit("b", 4)
+    driver.step()
+    assert driver.running() == ["b"]
+    driver.unpark("a")
+    assert driver.waiting() == ["a"]
+    driver.finish()
+
+
+def test_parked_blocks_never_stop_the_last_one_that_could_run():
+    driver = Driver(num_blocks=4, max_running_requests=2)
+    driver.submit("urgent", 14, level=-10, max_tokens=2)
+    driver.step()
+    driver.park("urgent")
+    driver.submit("batch", 12, level=10, max_tokens=2)
+    driver.run_until_ended("batch")
+    driver.unpark("urgent")
+    driver.finish()
+
+
+def test_cancelling_a_parked_request_frees_it():
+    driver = Driver()
+    driver.submit("a", 8)
+    driver.step()
+    driver.park("a")
+    driver.cancel("a")
+    driver.finish()
+
+
+# Queue limits and displacement
+
+
+def test_a_more_urgent_newcomer_displaces_the_least_urgent_queued_request():  # SGLang 19, 20
+    driver = Driver(max_running_requests=1, max_waiting_requests=2)
+    driver.submit("runs", level=-20)
+    driver.step()
+    driver.submit("batch", level=10)
+    driver.submit("standard", level=0)
+    driver.submit("urgent", level=-10)
+    assert isinstance(driver.terminal("batch").error, Displaced)
+    assert driver.terminal("batch").error.retryable
+    with pytest.raises(QueueFull):
+        driver.submit("another", level=0)
+    driver.finish()
+
+
+def test_preempted_requests_are_never_displaced():
+    driver = Driver(max_running_requests=1, max_waiting_requests=1)
+    driver.submit("batch", level=10, max_tokens=20)
+    driver.step()
+    driver.submit("urgent", level=-10, max_tokens=20)
+    driver.step()
+    assert driver.waiting() == ["batch"]
+    driver.submit("standard", level=0)
+    with pytest.raises(QueueFull):
+        driver.submit("second", level=0)
+    assert driver.terminal("batch") is None
+    driver.finish()
+
+
+def test_a_class_has_limits_of_its_own_in_requests_and_tokens():
+    batch = ClassConfig(1e9, 0.0, max_waiting_requests=2, max_waiting_tokens=20)
+    driver = Driver(max_running_requests=1, batch=batch)
+    driver.submit("runs", level=0)
+    driver.step()
+    driver.submit("b1", 8, level=10)
+    with pytest.raises(QueueFull, match="class batch holds as many waiting tokens as it may, 20"):
+        driver.submit("b2", 13, level=10)
+    driver.submit("b3", 12, level=20)
+    with pytest.raises(QueueFull, match="class batch holds as many waiting requests"):
+        driver.submit("b4", 1, level=20)
+    driver.submit("b5", 8, level=15)  # displaces b3, which is less urgent
+    assert isinstance(driver.terminal("b3").error, Displaced)
+    driver.submit("standard", 8, level=0)
+    driver.finish()
+
+
+def test_a_tenant_has_limits_of_its_own():
+    driver = Driver(max_running_requests=1, max_tenant_waiting_requests=2, max_tenant_waiting_tokens=30)
+    driver.submit("runs")
+    driver.step()
+    driver.submit("a1", 8, tenant="a")
+    driver.submit("a2", 8, tenant="a")
+    with pytest.raises(TenantQuotaExceeded, match="tenant 'a' holds as many waiting requests as it may, 2"):
+        driver.submit("a3", 8, tenant="a", level=-10)
+    driver.submit("b1", 30, tenant="b")
+    with pytest.raises(TenantQuotaExceeded, match="tokens"):
+        driver.submit("b2", 1, tenant="b")
+    driver.finish()
+
+
+# The policy fair
+
+
+def test_a_flood_of_one_tenant_does_not_delay_the_others():
+    driver = Driver(policy="fair", max_running_requests=2, num_blocks=64)
+    for i in range(20):
+        driver.submit(f"flood{i}", 8, tenant="flood")
+    for i in range(3):
+        driver.submit(f"quiet{i}", 8, tenant="quiet")
+    order = []
+    while driver.scheduler.has_requests:
+        order += [str(e.request_id)[:5] for e in events(driver.step(), Started)]
+    assert order[:6].count("quiet") == 3
+
+
+def test_fair_keeps_levels_above_tenants():
+    driver = Driver(policy="fair", max_running_requests=1, num_blocks=64)
+    driver.submit("a1", tenant="a", level=10)
+    driver.submit("a2", tenant="a", level=-10)
+    driver.submit("b1", tenant="b", level=10)
+    driver.step()
+    assert driver.running() == ["a2"]
+    driver.finish()
+
+
+def test_cached_tokens_are_free_and_outputs_cost_double():
+    driver = Driver(policy="fair", num_blocks=64, block_size=4)
+    policy = driver.scheduler.policy
+    prompt = list(range(12))
+    driver.submit("keeps alive", 4, tenant="z", max_tokens=30)
+    driver.submit("a1", prompt, tenant="a", max_tokens=3)
+    before = policy.served("a")
+    driver.run_until_ended("a1")
+    driver.submit("a2", prompt, tenant="a", max_tokens=1)
+    lifted = policy.served("a")
+    assert before == 0
+    driver.run_until_ended("a2")
+    driver.submit("a3", prompt, tenant="a", max_tokens=1)
+    assert policy.served("a") >= lifted
+    driver.finish()
+
+
+def test_idleness_earns_no_credit():
+    driver = Driver(policy="fair", num_blocks=64)
+    policy = driver.scheduler.policy
+    driver.submit("a1", 8, tenant="a", max_tokens=20)
+    driver.step()
+    for _ in range(10):
+        driver.step()
+    driver.submit("late", 8, tenant="late", max_tokens=20)
+    assert policy.served("late") == policy.served("a") > 8
+    driver.finish()
+
+
+# The switch that shows what preempting for arrivals brings
+
+
+def test_preempting_for_arrivals_can_be_switched_off():
+    driver = Driver(max_running_requests=1, preempt_for_arrivals=False)
+    driver.submit("batch", level=10, max_tokens=6)
+    driver.step()
+    driver.submit("urgent", level=-10)
+    driver.finish()
+    assert driver.preemptions("batch") == 0
+
+
+def test_growth_never_takes_from_a_request_that_holds_all_it_needs():
+    driver = Driver(num_blocks=8, max_running_requests=2, max_preemptions=1, max_step_tokens=32)
+    driver.submit("grows", 3, max_tokens=20)
+    driver.submit("pinned", 4, max_tokens=20)
+    driver.step()
+    driver.preempt("pinned")
+    driver.step()
+    assert driver.running() == ["grows", "pinned"]
+    driver.finish()
+    assert driver.preemptions("pinned") == 1  # by hand
+    assert driver.preemptions("grows") == 1  # "pinned" comes later, but "grows" gave itself up

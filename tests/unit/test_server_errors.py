@@ -28,7 +28,9 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
     e.UnknownRequest: lambda: e.UnknownRequest("a"),
     e.DuplicateRequestId: lambda: e.DuplicateRequestId("a"),
     e.SessionState: lambda: e.SessionState("open came twice"),
-    e.QueueFull: lambda: e.QueueFull(7, retry_after_s=1.5),
+    e.QueueFull: lambda: e.QueueFull("queue", "requests", 7, retry_after_s=1.5),
+    e.TenantQuotaExceeded: lambda: e.TenantQuotaExceeded("queue of tenant 'a'", "tokens", 7),
+    e.Displaced: e.Displaced,
     e.SessionLimit: lambda: e.SessionLimit("too many"),
     e.SlowConsumer: lambda: e.SlowConsumer("too slow"),
     e.Draining: lambda: e.Draining(2.5),
@@ -41,9 +43,7 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
 
 #: Reasons the protocol has and this version never sends.
 LATER = {
-    "TENANT_QUOTA_EXCEEDED",
     "SLO_UNATTAINABLE",
-    "DISPLACED",
     "PREEMPTION_LIMIT",
     "UNAUTHENTICATED",
     "PERMISSION_DENIED",
@@ -130,14 +130,15 @@ def test_what_has_no_row_is_opaque(error: Exception) -> None:
 
 @pytest.mark.asyncio
 async def test_a_retryable_refusal_says_when_to_come_back(raiser: Raiser) -> None:
-    raiser.error = e.QueueFull(7, retry_after_s=1.5)
+    raiser.error = e.QueueFull("queue", "requests", 7, retry_after_s=1.5)
     failure = await raiser.call()
     retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
     details = status_in(failure).details
     assert any(detail.Unpack(retry) for detail in details)
     assert any(detail.Unpack(quota) for detail in details)
     assert retry.retry_delay.ToMilliseconds() == 1500
-    assert "7 requests" in quota.violations[0].description
+    assert "requests as it may, 7" in quota.violations[0].description
+    assert quota.violations[0].subject == "queue"
     assert dict(failure.trailing_metadata() or ())["grpc-retry-pushback-ms"] == "1500"
 
 

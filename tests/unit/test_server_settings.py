@@ -24,17 +24,18 @@ def write(tmp_path: Path, text: str) -> Path:
 def test_file_is_overruled_by_environment_and_that_by_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = write(tmp_path, "[kv]\nnum_blocks = 1\nblock_size = 2\n[scheduler]\nwatermark = 0.5\n")
+    file = write(tmp_path, "[kv]\nnum_blocks = 1\nblock_size = 2\n[scheduler.batch]\nwatermark = 0.5\n")
     monkeypatch.setenv("VORRANG_KV__NUM_BLOCKS", "3")
-    monkeypatch.setenv("VORRANG_SCHEDULER__WATERMARK", "0.25")
+    monkeypatch.setenv("VORRANG_SCHEDULER__BATCH__WATERMARK", "0.25")
     loaded = load(file, {"kv.num_blocks": 4, "engine.threads": None})
     settings = loaded.settings
     assert (settings.kv.num_blocks, settings.kv.block_size) == (4, 2)
-    assert settings.scheduler_config.watermark == 0.25
+    assert settings.scheduler_config.batch.watermark == 0.25
+    assert settings.scheduler_config.batch.max_wait_s == SchedulerConfig().batch.max_wait_s
     origins = {entry.path: entry.origin for entry in loaded.describe()}
     assert origins["kv.num_blocks"] == "cli"
     assert origins["kv.block_size"] == "file"
-    assert origins["scheduler.watermark"] == "env"
+    assert origins["scheduler.batch.watermark"] == "env"
     assert origins["engine.threads"] == "default"
 
 
@@ -67,6 +68,8 @@ def test_every_setting_is_described_once() -> None:
         ("", {"VORRANG_SERVER__LISTEN": "nowhere"}, {}, "server.listen: "),
         ("", {}, {"scheduler.max_step_tokens": 1}, "scheduler.max_step_tokens must be at least max_running"),
         ("", {}, {"scheduler.policy": "lottery"}, "lottery"),
+        ("[scheduler.batch]\nwatermark = 1.5\n", {}, {}, "scheduler.batch.watermark must be at least 0"),
+        ("[scheduler.batch]\nwater = 1\n", {}, {}, "scheduler.batch.water"),
         ("", {}, {"kv.num_blocks": 1, "kv.bytes": 1}, "kv.bytes must not be set together with kv.num_blocks"),
         ("kv = 1\n", {}, {}, "kv: input should be"),
         ("[kv\n", {}, {}, "can't be read"),

@@ -1,0 +1,204 @@
+"""Who gets a seat, and who gives way for it: shared by all disciplines.
+
+Every test comes before the first change: a request that is not admitted leaves
+no trace.
+"""
+
+from engine.events import Preempted
+from engine.request import FinishReason, PreemptReason, Request, RequestStatus
+from engine.scheduler.draft import Gate, StepDraft
+from engine.scheduler.eviction import choose_latest, choose_victims
+from engine.scheduler.state import SchedulerState
+from kv.block_manager import PrefixHit
+
+_NO_HIT = PrefixHit((), 0, 0)
+
+
+class Admission:
+    """Admits waiting requests into one step, and finds blocks for running ones.
+
+    Args:
+        state: who stands where.
+        draft: the step.
+    """
+
+    def __init__(self, state: SchedulerState, draft: StepDraft) -> None:
+        self._state = state
+        self._config = state.config
+        self._blocks = state.blocks
+        self._policy = state.policy
+        self._draft = draft
+        #: Blocks that ordinary requests must leave to a starved one.
+        self.num_reserved_blocks = 0
+
+    def try_admit(self, request: Request, *, from_reserve: bool = False) -> Gate | None:
+        """Give a waiting request a seat and blocks, evicting strictly less urgent ones if that helps.
+
+        Args:
+            request: which.
+            from_reserve: it is starved and may use what is reserved for such.
+
+        Returns:
+            What kept it out; None when it was admitted.
+        """
+        if request.preempted_in_step == self._draft.step:
+            return Gate.JUST_PREEMPTED
+        num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
+        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        holds_all = request.is_starved or request.num_preemptions >= self._config.max_preemptions
+        num_tokens = self._num_tokens_to_hold(request, holds_all=holds_all)
+        num_needed = self._num_blocks_needed(request, hit, num_tokens)
+        victims = self._victims(
+            request, num_needed, hit or _NO_HIT, num_seats_missing, from_reserve=from_reserve
+        )
+        if isinstance(victims, Gate):
+            return victims
+        budget_tokens = self._draft.budget_tokens
+        budget_tokens += sum(self._draft.granted.get(victim.request_id, 0) for victim in victims)
+        if budget_tokens < 1:
+            return Gate.BUDGET
+        reason = PreemptReason.SEATS if num_seats_missing else PreemptReason.BLOCKS
+        for victim in victims:
+            self.preempt(victim, reason, request)
+            self._draft.num_preemptions += 1
+        event = self._state.admit(request, hit, num_tokens, self._draft.now)
+        request.holds_all = holds_all
+        if event is not None:
+            self._draft.events.append(event)
+        return None
+
+    def num_blocks_for_starved(self, request: Request) -> int:
+        """Free blocks that admitting a starved request would consume."""
+        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        return self._num_blocks_needed(request, hit, self._num_tokens_to_hold(request, holds_all=True))
+
+    def preempt(self, victim: Request, reason: PreemptReason, beneficiary: Request | None) -> Preempted:
+        """Take a request's blocks, seat and grant."""
+        self._draft.take_back(victim)
+        event = self._state.preempt(victim, reason, beneficiary, self._draft.step, self._draft.now)
+        self._draft.events.append(event)
+        return event
+
+    def make_room_to_grow(self, request: Request) -> bool:
+        """See to it that a running request has a block for its next token.
+
+        Who holds blocks without a seat, and strictly less urgent ones, give way
+        first, then the last-arrived equals that came after it, then itself. Requests
+        that hold all they can ever need neither ask nor give. So the most urgent,
+        earliest of the others always advances.
+
+        Returns:
+            False when the request itself was preempted or ended.
+        """
+        if self._blocks.grow(request):
+            return True
+        if self._blocks.blocks_for(request.num_tokens) > self._blocks.num_blocks:
+            finished = self._state.finish(request, FinishReason.CAPACITY, self._draft.now)
+            self._draft.events.append(finished)
+            return False
+        victims = self._victims_for_growth(request)
+        for victim in victims or [request]:
+            self.preempt(victim, PreemptReason.GROWTH, request if victim is not request else None)
+        if not victims:
+            return False
+        grown = self._blocks.grow(request)
+        assert grown, "the victims promised a block"
+        return True
+
+    def _num_blocks_needed(self, request: Request, hit: PrefixHit | None, num_tokens: int) -> int:
+        if hit is not None:
+            return self._blocks.num_blocks_to_admit(request, hit, num_tokens)
+        num_held = len(self._blocks.table(request.request_id))  # it kept them while it was parked
+        return max(0, self._blocks.blocks_for(num_tokens) - num_held)
+
+    def _num_tokens_to_hold(self, request: Request, *, holds_all: bool) -> int:
+        if not holds_all:
+            return request.num_tokens
+        return min(request.max_known_tokens, self._blocks.num_blocks * self._blocks.block_size)
+
+    def _victims(
+        self, request: Request, num_needed: int, hit: PrefixHit, num_seats: int, *, from_reserve: bool
+    ) -> list[Request] | Gate:
+        """Whom to evict so that ``request`` fits: nobody, some, or what keeps it out."""
+        num_missing = num_needed - self._blocks.num_free_blocks
+        num_reserved = 0 if from_reserve else self.num_reserved_blocks
+        num_spare = max(num_reserved, 0 if from_reserve else self._watermark_blocks(request))
+        if not num_seats and (num_missing + num_spare <= 0 or num_needed <= 0):
+            return []
+        gate = Gate.SEAT if num_seats else Gate.BLOCKS if num_missing > 0 else Gate.WATERMARK
+        if not self._config.preempt_for_arrivals:
+            return gate
+        candidates = self._evictable_for(request)
+
+        def choose(num_blocks: int) -> list[Request] | None:
+            return choose_victims(
+                candidates,
+                num_seats=num_seats,
+                num_blocks=max(0, num_blocks),
+                keep=hit.blocks,
+                blocks=self._blocks,
+                policy=self._policy,
+            )
+
+        victims = choose(num_missing + num_spare if num_needed > 0 else 0)
+        all_could_go = sum(r.status is RequestStatus.RUNNING for r in candidates) == len(self._state.running)
+        if victims is None and all_could_go and not num_reserved and choose(num_missing) is not None:
+            victims = candidates  # with nothing left running there is no watermark
+        if victims is None:
+            return gate
+        used = self._draft.num_preemptions
+        if used and used + len(victims) > self._config.max_preemptions_per_step:
+            return gate
+        return victims
+
+    def _evictable_for(self, request: Request) -> list[Request]:
+        """Who may be evicted for an arrival: idle holders of blocks, and clearly less urgent running ones."""
+        least = self._policy.urgency(request) + self._config.preempt_level_gap
+        running = self._state.running
+        return self._idle_holders(request, alone=not running) + [
+            r for r in running if self._policy.urgency(r) >= least and self._may_be_evicted(r)
+        ]
+
+    def _idle_holders(self, request: Request, *, alone: bool) -> list[Request]:
+        """Who holds blocks without a seat and gives them to ``request``: it makes no progress anyway.
+
+        Equals and less urgent ones; anybody, when it would be the only one that runs (``alone``).
+        """
+        urgency = self._policy.urgency(request)
+        holders = self._state.idle_holders()
+        return [r for r in holders if r is not request and (alone or self._policy.urgency(r) >= urgency)]
+
+    def _may_be_evicted(self, request: Request) -> bool:
+        if request.holds_all:
+            return False
+        at_resume = request.num_outputs_at_resume
+        if at_resume is None:
+            return True
+        return request.num_output_tokens - at_resume >= self._config.resume_quantum_tokens
+
+    def _watermark_blocks(self, request: Request) -> int:
+        if not self._state.running:
+            return 0
+        share = self._state.rules(request).watermark
+        if request.has_started:
+            share = max(share, self._config.standard.watermark)
+        return -int(-share * self._blocks.num_blocks // 1)
+
+    def _victims_for_growth(self, request: Request) -> list[Request] | None:
+        urgency = self._policy.urgency(request)
+        idle = self._idle_holders(request, alone=len(self._state.running) == 1)
+        less_urgent = [
+            r for r in self._state.running if self._policy.urgency(r) > urgency and not r.holds_all
+        ]
+        victims = choose_victims(
+            idle + less_urgent,
+            num_seats=0,
+            num_blocks=1,
+            keep=(),
+            blocks=self._blocks,
+            policy=self._policy,
+        )
+        if victims is None:
+            behind = self._state.running[self._state.running.index(request) + 1 :]
+            victims = choose_latest([r for r in behind if not r.holds_all], blocks=self._blocks)
+        return victims

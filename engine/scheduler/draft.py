@@ -1,0 +1,61 @@
+"""A plan in the making."""
+
+import enum
+
+from engine.events import SchedulerEvent
+from engine.request import Request, RequestId
+
+
+class Gate(enum.Enum):
+    """What kept a request out."""
+
+    SEAT = "seat"
+    BLOCKS = "blocks"
+    WATERMARK = "watermark"
+    BUDGET = "budget"
+    JUST_PREEMPTED = "just_preempted"
+
+
+class StepDraft:
+    """Tokens granted so far, budget left, events.
+
+    Attributes:
+        step: number of the step.
+        now: when it is planned, in seconds of the caller's clock.
+        budget_tokens: tokens that may still be granted.
+        granted: tokens by request, in order of the grants.
+        events: what was decided, in order.
+        gate: what kept the first request out that could not be admitted; None when nothing waits.
+        num_preemptions: preemptions for arrivals so far.
+    """
+
+    def __init__(self, step: int, now: float, budget_tokens: int) -> None:
+        self.step = step
+        self.now = now
+        self.budget_tokens = budget_tokens
+        self.granted: dict[RequestId, int] = {}
+        self.events: list[SchedulerEvent] = []
+        self.gate: Gate | None = None
+        self.num_preemptions = 0
+
+    def grant(self, request: Request, num_tokens: int) -> None:
+        """Let a request compute ``num_tokens`` more in this step."""
+        assert 0 < num_tokens <= self.budget_tokens
+        self.granted[request.request_id] = self.granted.get(request.request_id, 0) + num_tokens
+        self.budget_tokens -= num_tokens
+        request.idle_since = self.now
+
+    def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
+        """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
+        granted = self.granted.get(request.request_id, 0)
+        num_tokens = min(request.num_missing_tokens, max_chunk_tokens) - granted
+        num_tokens = min(num_tokens, self.budget_tokens)
+        if limit_tokens is not None:
+            num_tokens = min(num_tokens, limit_tokens)
+        if num_tokens > 0:
+            self.grant(request, num_tokens)
+        return max(0, num_tokens)
+
+    def take_back(self, request: Request) -> None:
+        """Undo a grant; harmless when there is none."""
+        self.budget_tokens += self.granted.pop(request.request_id, 0)
