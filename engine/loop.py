@@ -23,6 +23,7 @@ from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape, Runner
 from engine.scheduler.commands import Command, Fail, Finish
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan
 from engine.scheduler.scheduler import Scheduler
 from engine.text import OutputText, Tokenizer
@@ -86,6 +87,7 @@ class Engine:
         clock: where time comes from.
         max_buffered_tokens: output tokens that may wait for a reader before its request fails.
         check_integrity: recount everything after every step (tests).
+        decisions: is told of every call that drives the scheduler; None = nobody is.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Engine:
         clock: Clock | None = None,
         max_buffered_tokens: int = 8192,
         check_integrity: bool = False,
+        decisions: DecisionSink | None = None,
     ) -> None:
         context = min(config.max_context_tokens, runner.info.context_tokens)
         self.config = dataclasses.replace(config, max_context_tokens=context)
@@ -105,7 +108,11 @@ class Engine:
         self._runner = runner
         self._clock = clock or MonotonicClock()
         blocks = BlockManager(runner.pool.num_blocks, runner.pool.block_size)
-        self._scheduler = Scheduler(self.config, blocks)
+        self._scheduler = (
+            Scheduler(self.config, blocks)
+            if decisions is None
+            else RecordingScheduler(self.config, blocks, decisions)
+        )
         self._check_integrity = check_integrity
         self._live: dict[RequestId, _Live] = {}
         self._commands: deque[Command] = deque()

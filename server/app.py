@@ -12,6 +12,7 @@ import structlog
 from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from engine.decisions.file import DecisionFile
 from engine.loop import Engine
 from engine.request import FinishReason
 from engine.runner.base import Runner
@@ -90,6 +91,7 @@ class App:
         self._stop = asyncio.Event()
         self._grace: asyncio.Timeout | None = None
         self._stopped_twice = False
+        self._decisions: DecisionFile | None = None
         self._server = grpc.aio.server(options=_options(settings))
 
     def stop(self) -> None:
@@ -113,6 +115,7 @@ class App:
 
         Raises:
             SettingsError: the address can't be used.
+            DecisionLogUnavailable: the decision log can't be written.
             EngineDied: the engine ended by itself; every caller has been told.
             Exception: whatever ``load`` raises.
 
@@ -120,6 +123,7 @@ class App:
         """
         await self._listen()
         try:
+            self._decisions = self._decision_file()
             loaded = await self._loaded()
             if loaded is not None:
                 try:
@@ -127,6 +131,8 @@ class App:
                 finally:
                     await loaded.runner.close()
         finally:
+            if self._decisions is not None:
+                await asyncio.to_thread(self._decisions.close)
             await self.health.set(serving=False)
             await self._server.stop(STOP_GRACE_S)
 
@@ -153,6 +159,12 @@ class App:
         self.address = f"{host}:{bound}"
         await self._server.start()
 
+    def _decision_file(self) -> DecisionFile | None:
+        settings = self._settings.engine
+        if settings.record_decisions is None:
+            return None
+        return DecisionFile(settings.record_decisions, max_bytes=settings.record_decisions_max_bytes)
+
     async def _loaded(self) -> Loaded | None:
         """The model; None when ``stop`` came first (its thread then ends by itself)."""
         loading = asyncio.ensure_future(asyncio.to_thread(self._load))
@@ -171,6 +183,7 @@ class App:
             self._settings.scheduler_config,
             max_buffered_tokens=self._settings.engine.max_buffered_tokens,
             check_integrity=self._check_integrity,
+            decisions=self._decisions,
         )
         self.backend.set_engine(engine)
         try:

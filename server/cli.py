@@ -76,6 +76,10 @@ StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.
 Policy = Annotated[PolicyName | None, typer.Option(help="Order of service.", rich_help_panel=_SCHEDULING)]
 Seats = Annotated[int | None, typer.Option(help="Seats in the running batch.", rich_help_panel=_SCHEDULING)]
 Waiting = Annotated[int | None, typer.Option(help="Longest queue.", rich_help_panel=_SCHEDULING)]
+RecordDecisions = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Log for `vorrang sim replay`; holds prompts.", rich_help_panel=_OTHER),
+]
 LogLevelOption = Annotated[LogLevel | None, typer.Option(help="What is logged.", rich_help_panel=_OTHER)]
 
 
@@ -95,6 +99,7 @@ def serve(
     max_running_requests: Seats = None,
     max_waiting_requests: Waiting = None,
     config: Config = None,
+    record_decisions: RecordDecisions = None,
     log_level: LogLevelOption = None,
 ) -> None:
     """Serve a model until SIGTERM."""
@@ -109,6 +114,7 @@ def serve(
             "engine.runner": runner and runner.value,
             "engine.threads": threads,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,
+            "engine.record_decisions": record_decisions,
             "kv.num_blocks": kv_blocks,
             "kv.block_size": block_size,
             "scheduler.policy": policy and policy.value,
@@ -136,6 +142,17 @@ def doctor() -> None:
     from server.doctor import findings
 
     _print_table("", ("what", "found"), findings())
+
+
+@main.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def sim(context: typer.Context) -> None:
+    """Try scheduling policies in virtual time; replay a server's decisions: run, replay."""
+    from server.sim import app
+
+    app(context.args, prog_name="vorrang sim")
 
 
 def _load_settings(config: Path | None, cli: dict[str, Any]) -> "Loaded":

@@ -110,6 +110,8 @@ class EngineSection(BaseModel):
         threads: threads a step may use; None = one per physical core.
         max_buffered_tokens: output tokens held for a client that does not read.
         scripted_step_s: seconds one step of the scripted runner takes.
+        record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
+        record_decisions_max_bytes: size at which the log ends.
     """
 
     model_config = _FROZEN
@@ -118,6 +120,8 @@ class EngineSection(BaseModel):
     threads: int | None = Field(default=None, ge=1)
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
+    record_decisions: Path | None = None
+    record_decisions_max_bytes: int = Field(default=1024**3, ge=4096)
 
 
 class LogSection(BaseModel):

@@ -1,6 +1,7 @@
-"""``vorrang sim``: scheduling policies compared in virtual time.
+"""``vorrang sim``: scheduling policies compared in virtual time, decision logs replayed.
 
-Exit codes: 0 success, 2 wrong usage or a refused setting.
+Exit codes: 0 success, 1 a replayed decision differs, 2 wrong usage, a refused
+setting or a damaged file.
 """
 
 import logging
@@ -15,7 +16,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.errors import InvalidRequest
+from engine.decisions.file import DecisionFile, DecisionLog, DecisionLogUnavailable, Line
+from engine.decisions.replay import Replay
+from engine.decisions.replay import replay as replay_log
+from engine.errors import InvalidRequest, VorrangError
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import SchedulerConfig
 from engine.sim import simulator
@@ -33,6 +37,7 @@ from engine.sim.report import print_reports, to_json
 from engine.sim.traces import FORMATS, read_trace
 from engine.sim.workload import MIXES, Workload, synthetic
 
+EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
 
 app = typer.Typer(
@@ -86,6 +91,9 @@ def run(
         str, typer.Option(help="direct: the scheduler; engine: the whole engine loop, slower.")
     ] = "direct",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write all numbers; - for stdout.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write the decision log of the run; one configuration only.")
+    ] = None,
 ) -> None:
     """Run a workload under one or more configurations and print how each class fared."""
     console = Console(stderr=json_path == Path("-"))
@@ -94,19 +102,56 @@ def run(
         configurations = _configurations(compare, policy, discipline, settings or [])
         if driver not in ("direct", "engine"):
             raise InvalidRequest("driver", "must be direct or engine", driver)
+        if record is not None and len(configurations) > 1:
+            raise InvalidRequest("record", "must come with one configuration", len(configurations))
         arrivals = _workload(
             workload, trace_format, classes, tenants, limit, scale, max_prompt_tokens, duration, seed, console
         )
         targets = dict(TARGETS) | dict(map(parse_target, target or []))
         reports = []
         for configuration in configurations:
-            recording = _simulate(arrivals, hardware, num_blocks, configuration, driver)
+            recording = _simulate(arrivals, hardware, num_blocks, configuration, driver, record)
             reports.append(report(configuration.name, recording, targets))
-    except InvalidRequest as error:
+    except (InvalidRequest, DecisionLogUnavailable) as error:
         Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(EXIT_USAGE) from None
     title = f"{arrivals.name}: {len(arrivals.requests):,} requests on {hardware.description}"
     _show(console, title, reports, json_path)
+
+
+@app.command()
+def replay(log: Annotated[Path, typer.Argument(help="A decision log.")]) -> None:
+    """Make every decision of a log again; name the first that differs."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    try:
+        with DecisionLog(log) as decisions:
+            done = _replay(decisions)
+            end = decisions.end
+    except VorrangError as error:
+        sys.stderr.write(f"vorrang: {error}\n")
+        raise typer.Exit(EXIT_USAGE) from None
+    if done.difference is not None:
+        console.print(f"{done.num_steps:,} steps reproduced, then the first difference:")
+        console.print(str(done.difference))
+        raise typer.Exit(EXIT_DIFFERENT)
+    console.print(f"{done.num_steps:,} steps reproduced, {done.num_calls:,} calls in all")
+    if end is None:
+        console.print("the log has no last line: whatever wrote it was killed, or writes still")
+    elif end.reason != "closed":
+        console.print(f"the recording ended early: {end.reason}")
+
+
+def _replay(decisions: DecisionLog) -> Replay:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("replaying", total=decisions.path.stat().st_size)
+
+        def show(line: Line) -> None:
+            if line.number % 1024 == 0:
+                progress.update(task, completed=decisions.num_bytes_read)
+
+        return replay_log(decisions, show)
 
 
 def _configurations(
@@ -172,6 +217,7 @@ def _simulate(
     num_blocks: int | None,
     configuration: Configuration,
     driver: str,
+    record: Path | None,
 ) -> Recording:
     runner = SimulatedRunner(hardware, num_blocks=num_blocks)
     config: SchedulerConfig = configuration.config
@@ -188,10 +234,23 @@ def _simulate(
             now = f"{state.now_s:,.0f} s simulated, {state.num_alive:,} alive"
             progress.update(task, completed=state.num_arrived - state.num_alive, now=now)
 
-        if driver == "engine":
-            with _only_warnings():
-                return simulator.simulate_engine(arrivals, runner, config)
-        return simulator.simulate(arrivals, runner, config, on_progress=show)
+        with _decision_file(record) as decisions:
+            if driver == "engine":
+                with _only_warnings():
+                    return simulator.simulate_engine(arrivals, runner, config, decisions=decisions)
+            return simulator.simulate(arrivals, runner, config, on_progress=show, decisions=decisions)
+
+
+@contextmanager
+def _decision_file(path: Path | None) -> Iterator[DecisionFile | None]:
+    if path is None:
+        yield None
+        return
+    decisions = DecisionFile(path, wait=True)
+    try:
+        yield decisions
+    finally:
+        decisions.close()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from engine.loop import Engine
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.recorder import Recorder, Recording
@@ -62,6 +63,7 @@ def simulate(
     on_plan: PlanObserver | None = None,
     on_progress: Callable[[Progress], None] | None = None,
     check_integrity: bool = False,
+    decisions: DecisionSink | None = None,
 ) -> Recording:
     """Run a workload through the scheduler.
 
@@ -77,6 +79,7 @@ def simulate(
         on_plan: sees every plan.
         on_progress: called every 1,024 steps.
         check_integrity: recount everything after every step.
+        decisions: is told of every call that drives the scheduler.
 
     Raises:
         SimulationStuck: nothing can happen any more.
@@ -84,7 +87,9 @@ def simulate(
     blocks = BlockManager(
         runner.pool.num_blocks, runner.pool.block_size, enable_prefix_cache=enable_prefix_cache
     )
-    scheduler = Scheduler(config, blocks)
+    scheduler = (
+        Scheduler(config, blocks) if decisions is None else RecordingScheduler(config, blocks, decisions)
+    )
     recorder = Recorder()
     coming = deque(workload.requests)
     planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
@@ -131,10 +136,19 @@ def simulate_engine(
     *,
     on_plan: PlanObserver | None = None,
     check_integrity: bool = False,
+    decisions: DecisionSink | None = None,
 ) -> Recording:
     """Run a workload through the whole engine, in virtual time. Arguments as in ``simulate``."""
     loop = VirtualTimeLoop()
-    main = _serve(workload, runner, config, loop.clock, on_plan, check_integrity=check_integrity)
+    main = _serve(
+        workload,
+        runner,
+        config,
+        loop.clock,
+        on_plan,
+        check_integrity=check_integrity,
+        decisions=decisions,
+    )
     return run_in_virtual_time(main, loop)
 
 
@@ -146,11 +160,17 @@ async def _serve(
     on_plan: PlanObserver | None,
     *,
     check_integrity: bool,
+    decisions: DecisionSink | None,
 ) -> Recording:
     recorder = Recorder()
     recording_runner = _RecordingRunner(runner, recorder, clock, on_plan)
     engine = Engine(
-        recording_runner, SimulatedTokenizer(), config, clock=clock, check_integrity=check_integrity
+        recording_runner,
+        SimulatedTokenizer(),
+        config,
+        clock=clock,
+        check_integrity=check_integrity,
+        decisions=decisions,
     )
 
     def take(handle: RequestHandle) -> None:

@@ -1,6 +1,8 @@
 """A Hypothesis state machine over the scheduler: any calls, in any order, on small pools."""
 
+import io
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
@@ -13,9 +15,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from engine.decisions.file import DecisionLog
+from engine.decisions.replay import replay
 from engine.errors import PoolExceeded
 from engine.request import RequestId
 from engine.scheduler.commands import Finish, Park, Preempt, SetLevel, Unpark
+from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
 
 LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
@@ -26,10 +31,6 @@ SEED = int(os.environ.get("VORRANG_SEED", "20261129"))
 class SchedulerMachine(RuleBasedStateMachine):
     num_steps = 0
     num_preemptions = 0
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
 
     @initialize(
         num_blocks=st.integers(2, 14),
@@ -51,21 +52,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         ),
     )
     def build(self, num_blocks, policy, seats, spare, chunk, gap, watermark, prefix_cache, more):
-        self.settings = more | {
-            "num_blocks": num_blocks,
-            "policy": policy,
-            "max_running_requests": seats,
-            "max_step_tokens": seats + spare,
-            "max_chunk_tokens": chunk,
-            "preempt_level_gap": gap,
-            "watermark": watermark,
-            "prefix_cache": prefix_cache,
-        }
-        self.driver = Driver(**self.settings)
-
-    def call(self, name, *args, **kwargs):
-        self.calls.append((name, args, kwargs))
-        return getattr(self.driver, name)(*args, **kwargs)
+        self.log = MemoryLog()
+        self.driver = Driver(
+            num_blocks=num_blocks,
+            policy=policy,
+            max_running_requests=seats,
+            max_step_tokens=seats + spare,
+            max_chunk_tokens=chunk,
+            preempt_level_gap=gap,
+            watermark=watermark,
+            prefix_cache=prefix_cache,
+            decisions=self.log,
+            **more,
+        )
 
     @rule(
         size=st.integers(1, 40),
@@ -93,9 +92,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 more[f"{what}_deadline"] = self.driver.now + more.pop(f"{what}_in")
         pool_tokens = self.driver.blocks.num_blocks * self.driver.blocks.block_size
         try:
-            self.call("submit", name, prompt, level=level, max_tokens=max_tokens, **more)
+            self.driver.submit(name, prompt, level=level, max_tokens=max_tokens, **more)
         except PoolExceeded:
-            self.calls.pop()
             assert size + 1 > pool_tokens
         else:
             assert size + 1 <= pool_tokens
@@ -113,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(num_steps=st.integers(1, 16))
     def step(self, num_steps):
         for _ in range(num_steps):
-            self.call("step")
+            self.driver.step()
 
     @precondition(lambda self: self.driver.seen)
     @rule(data=st.data())
@@ -128,37 +126,35 @@ class SchedulerMachine(RuleBasedStateMachine):
             st.builds(Unpark, ids),
         )
         between = data.draw(st.lists(command, min_size=1, max_size=3))
-        self.call("step", between=tuple(between))
+        self.driver.step(between=tuple(between))
 
     @precondition(lambda self: self.driver.seen)
     @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt", "park", "park", "unpark", "unpark"]))
     def command(self, data, what):
-        self.call(what, data.draw(st.sampled_from(sorted(self.driver.seen))))
+        getattr(self.driver, what)(data.draw(st.sampled_from(sorted(self.driver.seen))))
 
     @precondition(lambda self: self.driver.seen)
     @rule(data=st.data(), level=LEVELS)
     def reprioritise(self, data, level):
-        self.call("set_level", data.draw(st.sampled_from(sorted(self.driver.seen))), level)
+        self.driver.set_level(data.draw(st.sampled_from(sorted(self.driver.seen))), level)
 
     def teardown(self):
         if not hasattr(self, "driver"):
             return
         for request in self.driver.scheduler.parked():
-            self.call("unpark", request.request_id)
+            self.driver.unpark(request.request_id)
         self.driver.finish()
         SchedulerMachine.num_steps += self.driver.num_steps
         SchedulerMachine.num_preemptions += sum(self.driver.preemptions(n) for n in self.driver.seen)
         self.replay()
 
     def replay(self):
-        """8: the same calls give the same plans and events."""
-        twin = Driver(**self.settings)
-        for name, args, kwargs in self.calls:
-            getattr(twin, name)(*args, **kwargs)
-        twin.finish()
-        assert {n: s.events for n, s in twin.seen.items()} == {
-            n: s.events for n, s in self.driver.seen.items()
-        }
+        """7: the same calls give the same plans and events, also by way of the log's text."""
+        log = DecisionLog(Path("memory"), io.BytesIO(self.log.text()))
+        done = replay(log)
+        assert done.difference is None, str(done.difference)
+        assert done.num_calls == log.end.num_records
+        assert done.num_steps >= self.driver.num_steps
 
 
 @pytest.mark.slow

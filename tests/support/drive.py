@@ -24,6 +24,7 @@ from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Command, Finish, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
+from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
@@ -45,7 +46,7 @@ class Seen:
 
 
 class Driver:
-    def __init__(self, *, num_blocks=16, block_size=4, prefix_cache=True, **config):
+    def __init__(self, *, num_blocks=16, block_size=4, prefix_cache=True, decisions=None, **config):
         config = {"max_running_requests": 4, "max_step_tokens": 16, "max_chunk_tokens": 8} | config
         config = {"max_context_tokens": 512} | config
         # Simple rules unless a test asks for others: no watermark, no bypass, nobody starves.
@@ -57,7 +58,11 @@ class Driver:
         self.config = SchedulerConfig(**config)
         self.runner = ScriptedRunner(num_blocks, block_size)
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
-        self.scheduler = Scheduler(self.config, self.blocks)
+        self.scheduler = (
+            Scheduler(self.config, self.blocks)
+            if decisions is None
+            else RecordingScheduler(self.config, self.blocks, decisions)
+        )
         self.seen: dict[RequestId, Seen] = {}
         self.now = 0.0
         self.num_steps = 0

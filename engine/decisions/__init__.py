@@ -1,0 +1,1 @@
+"""The decision log as text: lines, files, replay."""
