@@ -4,8 +4,11 @@ Every test comes before the first change: a request that is not admitted leaves
 no trace.
 """
 
+from collections.abc import Sequence
+from typing import Protocol
+
 from engine.events import Preempted
-from engine.request import FinishReason, PreemptReason, Request, RequestStatus
+from engine.request import PreemptReason, Request, RequestStatus
 from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.eviction import choose_latest, choose_victims
 from engine.scheduler.state import SchedulerState
@@ -14,20 +17,40 @@ from kv.block_manager import PrefixHit
 _NO_HIT = PrefixHit((), 0, 0)
 
 
+class Reserve(Protocol):
+    """Blocks an admission must leave free for outputs to come."""
+
+    def num_blocks(self, request: Request, num_tokens: int, without: Sequence[Request]) -> int:
+        """How many, if ``request`` were admitted with room for ``num_tokens`` and ``without`` were gone."""
+        ...
+
+
 class Admission:
     """Admits waiting requests into one step, and finds blocks for running ones.
 
     Args:
         state: who stands where.
         draft: the step.
+        reserve: what to leave free beyond the watermark; None = nothing.
+        for_good: who is admitted holds all it can ever need, is never evicted, and
+            need not compute a token in this step.
     """
 
-    def __init__(self, state: SchedulerState, draft: StepDraft) -> None:
+    def __init__(
+        self,
+        state: SchedulerState,
+        draft: StepDraft,
+        *,
+        reserve: Reserve | None = None,
+        for_good: bool = False,
+    ) -> None:
         self._state = state
         self._config = state.config
         self._blocks = state.blocks
         self._policy = state.policy
         self._draft = draft
+        self._reserve = reserve
+        self._for_good = for_good
         #: Blocks that ordinary requests must leave to a starved one.
         self.num_reserved_blocks = 0
 
@@ -45,17 +68,16 @@ class Admission:
             return Gate.JUST_PREEMPTED
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
         hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
-        holds_all = request.is_starved or request.num_preemptions >= self._config.max_preemptions
+        holds_all = self._for_good or request.is_starved
+        holds_all |= request.num_preemptions >= self._config.max_preemptions
         num_tokens = self._num_tokens_to_hold(request, holds_all=holds_all)
         num_needed = self._num_blocks_needed(request, hit, num_tokens)
         victims = self._victims(
-            request, num_needed, hit or _NO_HIT, num_seats_missing, from_reserve=from_reserve
+            request, num_tokens, num_needed, hit or _NO_HIT, num_seats_missing, from_reserve=from_reserve
         )
         if isinstance(victims, Gate):
             return victims
-        budget_tokens = self._draft.budget_tokens
-        budget_tokens += sum(self._draft.granted.get(victim.request_id, 0) for victim in victims)
-        if budget_tokens < 1:
+        if not self._for_good and not self._draft.has_room(without=victims):
             return Gate.BUDGET
         reason = PreemptReason.SEATS if num_seats_missing else PreemptReason.BLOCKS
         for victim in victims:
@@ -88,14 +110,10 @@ class Admission:
         earliest of the others always advances.
 
         Returns:
-            False when the request itself was preempted or ended.
+            False when the request itself was preempted.
         """
         if self._blocks.grow(request):
             return True
-        if self._blocks.blocks_for(request.num_tokens) > self._blocks.num_blocks:
-            finished = self._state.finish(request, FinishReason.CAPACITY, self._draft.now)
-            self._draft.events.append(finished)
-            return False
         victims = self._victims_for_growth(request)
         for victim in victims or [request]:
             self.preempt(victim, PreemptReason.GROWTH, request if victim is not request else None)
@@ -117,12 +135,26 @@ class Admission:
         return min(request.max_known_tokens, self._blocks.num_blocks * self._blocks.block_size)
 
     def _victims(
-        self, request: Request, num_needed: int, hit: PrefixHit, num_seats: int, *, from_reserve: bool
+        self,
+        request: Request,
+        num_tokens: int,
+        num_needed: int,
+        hit: PrefixHit,
+        num_seats: int,
+        *,
+        from_reserve: bool,
     ) -> list[Request] | Gate:
         """Whom to evict so that ``request`` fits: nobody, some, or what keeps it out."""
         num_missing = num_needed - self._blocks.num_free_blocks
         num_reserved = 0 if from_reserve else self.num_reserved_blocks
-        num_spare = max(num_reserved, 0 if from_reserve else self._watermark_blocks(request))
+        num_kept = max(num_reserved, 0 if from_reserve else self._watermark_blocks(request))
+
+        def spare(without: Sequence[Request]) -> int:
+            if self._reserve is None or from_reserve:
+                return num_kept
+            return max(num_kept, self._reserve.num_blocks(request, num_tokens, without))
+
+        num_spare = spare(())
         if not num_seats and (num_missing + num_spare <= 0 or num_needed <= 0):
             return []
         gate = Gate.SEAT if num_seats else Gate.BLOCKS if num_missing > 0 else Gate.WATERMARK
@@ -130,7 +162,10 @@ class Admission:
             return gate
         candidates = self._evictable_for(request)
 
-        def choose(num_blocks: int) -> list[Request] | None:
+        def credit(chosen: Sequence[Request]) -> int:
+            return num_spare - spare(chosen)
+
+        def choose(num_blocks: int, *, with_spare: bool = True) -> list[Request] | None:
             return choose_victims(
                 candidates,
                 num_seats=num_seats,
@@ -138,11 +173,13 @@ class Admission:
                 keep=hit.blocks,
                 blocks=self._blocks,
                 policy=self._policy,
+                credit=credit if with_spare and self._reserve is not None else None,
             )
 
         victims = choose(num_missing + num_spare if num_needed > 0 else 0)
         all_could_go = sum(r.status is RequestStatus.RUNNING for r in candidates) == len(self._state.running)
-        if victims is None and all_could_go and not num_reserved and choose(num_missing) is not None:
+        all_may_go = all_could_go and not num_reserved
+        if victims is None and all_may_go and choose(num_missing, with_spare=False) is not None:
             victims = candidates  # with nothing left running there is no watermark
         if victims is None:
             return gate

@@ -38,7 +38,7 @@ class SchedulerConfig:
 
     Attributes:
         policy: ``priority``, ``fair`` or ``fcfs``.
-        discipline: how a step is filled: ``unified``.
+        discipline: how a step is filled: ``unified``, ``prefill_first`` or ``static``.
         preempt_for_arrivals: whether a more urgent arrival may evict; off only to show what it brings.
         max_running_requests: seats in the running batch.
         max_step_tokens: tokens one step may process; at least one per seat, so
@@ -55,6 +55,11 @@ class SchedulerConfig:
         max_bypass: admissions of others that may pass a request that does not fit.
         starved_share: share of the seats and prefill tokens kept for starved requests; at least one of each.
         interactive, standard, batch: rules by class.
+        prefill_first_max_input_tokens: tokens a step of prefills may process, besides ``max_step_tokens``.
+        prefill_first_max_chunk_tokens: the same again, as the size into which prompts are cut.
+        prefill_first_max_requests: prefills in one step.
+        prefill_first_conservativeness: greater keeps more room for outputs; below 1 retracts more often.
+        prefill_first_max_decode_gap_ms: a decode that has waited longer goes before prefills; None = never.
 
     Raises:
         InvalidSetting: a value is out of range.
@@ -79,15 +84,21 @@ class SchedulerConfig:
     interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
     standard: ClassConfig = ClassConfig(120.0, 0.02, ttft_target_s=10.0, tpot_target_s=0.2)
     batch: ClassConfig = ClassConfig(600.0, 0.02)
+    prefill_first_max_input_tokens: int = 16384
+    prefill_first_max_chunk_tokens: int = 8192
+    prefill_first_max_requests: int = 1024
+    prefill_first_conservativeness: float = 1.0
+    prefill_first_max_decode_gap_ms: float | None = None
 
     def __post_init__(self) -> None:
-        at_least = {name: 1 for name in self.__slots__ if name.startswith("max_")}
+        at_least = {name: 1 for name in self.__slots__ if name.startswith(("max_", "prefill_first_max_"))}
         at_least |= {
             "preempt_level_gap": 1,
             "resume_quantum_tokens": 0,
             "max_bypass": 0,
             "max_context_tokens": 2,
         }
+        del at_least["prefill_first_max_decode_gap_ms"]
         for name, least in at_least.items():
             _check(
                 f"scheduler.{name}",
@@ -107,6 +118,9 @@ class SchedulerConfig:
             "must be between 0 and 1",
             self.starved_share,
         )
+        for name in ("prefill_first_conservativeness", "prefill_first_max_decode_gap_ms"):
+            value = getattr(self, name)
+            _check(f"scheduler.{name}", value is None or value > 0, "must be greater than 0", value)
         for name in ("interactive", "standard", "batch"):
             self._check_class(name, getattr(self, name))
 

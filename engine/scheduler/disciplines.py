@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
-from engine.scheduler.config import InvalidSetting
+from engine.scheduler.config import InvalidSetting, SchedulerConfig
 from engine.scheduler.draft import StepDraft
+from engine.scheduler.prefill_first import PrefillFirst
 from engine.scheduler.state import SchedulerState
+from engine.scheduler.static import Static
 from engine.scheduler.unified import Unified
 
 
@@ -17,21 +19,24 @@ class Discipline(Protocol):
 
     name: str
 
+    def __init__(self, config: SchedulerConfig) -> None: ...
+
     def fill(self, state: SchedulerState, draft: StepDraft) -> None:
         """Grant tokens, admit, preempt; all of it written into ``draft``."""
         ...
 
 
-DISCIPLINES: dict[str, type[Discipline]] = {"unified": Unified}
+DISCIPLINES: dict[str, type[Discipline]] = {d.name: d for d in (Unified, PrefillFirst, Static)}
 
 
-def discipline_named(name: str) -> Discipline:
-    """A fresh discipline of that name.
+def new_discipline(config: SchedulerConfig) -> Discipline:
+    """A fresh discipline, the one the configuration names.
 
     Raises:
         InvalidSetting: there is none.
     """
+    name = config.discipline
     if name not in DISCIPLINES:
         known = ", ".join(sorted(DISCIPLINES))
         raise InvalidSetting("scheduler.discipline", f"must be one of {known}", name)
-    return DISCIPLINES[name]()
+    return DISCIPLINES[name](config)

@@ -1,6 +1,7 @@
 """A plan in the making."""
 
 import enum
+from collections.abc import Iterable
 
 from engine.events import SchedulerEvent
 from engine.request import Request, RequestId
@@ -27,6 +28,7 @@ class StepDraft:
         events: what was decided, in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
         num_preemptions: preemptions for arrivals so far.
+        max_requests: requests that may be granted tokens; None = no limit but the tokens.
     """
 
     def __init__(self, step: int, now: float, budget_tokens: int) -> None:
@@ -37,6 +39,7 @@ class StepDraft:
         self.events: list[SchedulerEvent] = []
         self.gate: Gate | None = None
         self.num_preemptions = 0
+        self.max_requests: int | None = None
 
     def grant(self, request: Request, num_tokens: int) -> None:
         """Let a request compute ``num_tokens`` more in this step."""
@@ -48,6 +51,8 @@ class StepDraft:
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
         """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
         granted = self.granted.get(request.request_id, 0)
+        if not granted and self._is_full(len(self.granted)):
+            return 0
         num_tokens = min(request.num_missing_tokens, max_chunk_tokens) - granted
         num_tokens = min(num_tokens, self.budget_tokens)
         if limit_tokens is not None:
@@ -55,6 +60,14 @@ class StepDraft:
         if num_tokens > 0:
             self.grant(request, num_tokens)
         return max(0, num_tokens)
+
+    def has_room(self, without: Iterable[Request] = ()) -> bool:
+        """Whether one more request may be granted a token, if ``without`` gave theirs back."""
+        tokens = [self.granted[r.request_id] for r in without if r.request_id in self.granted]
+        return self.budget_tokens + sum(tokens) >= 1 and not self._is_full(len(self.granted) - len(tokens))
+
+    def _is_full(self, num_requests: int) -> bool:
+        return self.max_requests is not None and num_requests >= self.max_requests
 
     def take_back(self, request: Request) -> None:
         """Undo a grant; harmless when there is none."""

@@ -16,6 +16,7 @@ def choose_victims(
     keep: Collection[int],
     blocks: BlockManager,
     policy: Policy,
+    credit: Callable[[Sequence[Request]], int] | None = None,
 ) -> list[Request] | None:
     """Choose who gives way.
 
@@ -35,6 +36,7 @@ def choose_victims(
         keep: blocks the beneficiary will take over from the cache; freeing them gains nothing.
         blocks: who holds what.
         policy: whose urgency counts.
+        credit: blocks by which the need shrinks when these are gone, beyond those they hold.
 
     Returns:
         The victims, cheapest first, or None when no set covers the need.
@@ -57,7 +59,8 @@ def choose_victims(
         )
 
     def covered(chosen: Sequence[Request]) -> bool:
-        return reclaim.num_blocks >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
+        num_gained = reclaim.num_blocks + (credit(chosen) if credit else 0)
+        return num_gained >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
 
     return _smallest_prefix(sorted(candidates, key=cost), reclaim, covered)
 
@@ -70,6 +73,26 @@ def choose_latest(candidates: Sequence[Request], *, blocks: BlockManager) -> lis
     """
     reclaim = blocks.reclaim()
     return _smallest_prefix(candidates[::-1], reclaim, lambda _: reclaim.num_blocks >= 1)
+
+
+def retraction_order(candidates: Iterable[Request], policy: Policy) -> list[Request]:
+    """Who gives way first when a decode batch as a whole lacks blocks.
+
+    Worst urgency first; within it who holds blocks without a seat, then the fewest
+    output tokens, the longest prompt, the latest arrival.
+
+    Source: SGLang's retraction by length, which urgency precedes here.
+    """
+    return sorted(
+        candidates,
+        key=lambda r: (
+            -policy.urgency(r),
+            _has_seat(r),
+            r.num_output_tokens,
+            -r.num_prompt_tokens,
+            -r.arrival_seq,
+        ),
+    )
 
 
 def _has_seat(request: Request) -> bool:

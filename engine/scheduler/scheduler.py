@@ -12,7 +12,7 @@ from engine.request import FinishReason, PreemptReason, Request, RequestId, Requ
 from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
-from engine.scheduler.disciplines import discipline_named
+from engine.scheduler.disciplines import new_discipline
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -34,7 +34,7 @@ class Scheduler:
         self.policy = policy_named(config.policy)
         self.blocks = blocks
         self._state = SchedulerState(config, self.policy, blocks)
-        self._discipline = discipline_named(config.discipline)
+        self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
         self._num_arrivals = 0
         self._step = 0
@@ -241,4 +241,6 @@ class Scheduler:
             events.append(self._state.finish(request, reason, now, stop_token_id=token_id))
         elif index + 1 >= spec.sampling.max_tokens or request.num_tokens >= self.config.max_context_tokens:
             events.append(self._state.finish(request, FinishReason.LENGTH, now))
+        elif self.blocks.blocks_for(request.num_tokens) > self.blocks.num_blocks:
+            events.append(self._state.finish(request, FinishReason.CAPACITY, now))
         return events

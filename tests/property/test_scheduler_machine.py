@@ -35,6 +35,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(2, 14),
         policy=st.sampled_from(["priority", "priority", "fair", "fcfs"]),
+        discipline=st.sampled_from(["unified", "unified", "unified", "prefill_first", "static"]),
         seats=st.integers(1, 5),
         spare=st.integers(0, 12),
         chunk=st.integers(1, 9),
@@ -51,11 +52,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             }
         ),
     )
-    def build(self, num_blocks, policy, seats, spare, chunk, gap, watermark, prefix_cache, more):
+    def build(self, num_blocks, policy, discipline, seats, spare, chunk, gap, watermark, prefix_cache, more):
         self.log = MemoryLog()
         self.driver = Driver(
             num_blocks=num_blocks,
             policy=policy,
+            discipline=discipline,
             max_running_requests=seats,
             max_step_tokens=seats + spare,
             max_chunk_tokens=chunk,
@@ -99,13 +101,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert size + 1 <= pool_tokens
 
     @rule(
-        sizes=st.lists(st.integers(1, 24), min_size=2, max_size=6),
+        sizes=st.lists(st.integers(1, 24), min_size=2, max_size=5),
         level=LEVELS,
         max_tokens=st.integers(4, 24),
+        urgent=st.lists(st.integers(1, 12), max_size=2),
     )
-    def submit_many(self, sizes, level, max_tokens):
+    def submit_many(self, sizes, level, max_tokens, urgent):
+        """A crowd, and more urgent ones that arrive while it computes."""
         for size in sizes:
             self.submit(size, size % 3, level, max_tokens, {})
+        for size in urgent:
+            self.driver.step()
+            self.driver.step()
+            self.submit(size, size % 3, level - 20, 4, {})
 
     @precondition(lambda self: self.driver.seen)
     @rule(num_steps=st.integers(1, 16))
@@ -167,7 +175,7 @@ def test_any_calls_in_any_order_keep_every_invariant():
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=80,
+                max_examples=20,
                 stateful_step_count=40,
                 deadline=None,
                 database=None,
@@ -176,4 +184,4 @@ def test_any_calls_in_any_order_keep_every_invariant():
         )
         rounds += 1
     print(f"{SchedulerMachine.num_steps} steps, {SchedulerMachine.num_preemptions} preemptions, seed {SEED}")
-    assert SchedulerMachine.num_preemptions > 500, "the pools were not small enough to mean anything"
+    assert SchedulerMachine.num_preemptions > 150, "the pools were not small enough to mean anything"

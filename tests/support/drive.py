@@ -132,6 +132,9 @@ class Driver:
         plan = self.scheduler.plan(self.now)
         self.num_steps += bool(plan.grants)
         self.check_plan(plan, alive, idle)
+        if self.config.discipline == "static" and any(self.scheduler.find(r) for r in seated):
+            admitted = {r.request_id for r in self.scheduler.running()} - seated
+            assert not admitted, "somebody joined a batch that was closed"
         self.book(plan.events)
         self.check()
         self.check_stalls(plan)
@@ -233,9 +236,10 @@ class Driver:
             assert grant.start == request.num_computed_tokens
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
-        for request in self.scheduler.running():
-            if request.num_missing_tokens == 1:
-                assert request.request_id in ids, "a decode was left out"
+        if config.discipline == "unified":
+            for request in self.scheduler.running():
+                if request.num_missing_tokens == 1:
+                    assert request.request_id in ids, "a decode was left out"
         self.num_forced.update(
             e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in idle_before
         )
@@ -262,6 +266,8 @@ class Driver:
         share = max(1, config.num_reserved_tokens(config.max_step_tokens - config.max_running_requests))
         serve = longest / share + longest
         max_wait_s = max(config.class_config(level).max_wait_s for level in (-10, 0, 10))
+        if config.discipline == "prefill_first":
+            drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns
         return max_wait_s + (num_earlier + 1) * (drain + serve)
 
     def urgency(self, request: Request) -> int:
@@ -288,8 +294,8 @@ class Driver:
 
     def check_overtaking(self, plan: Plan):
         """2: no less urgent prefill or admission while a more urgent admissible request waits."""
-        if any(r.is_starved for r in self.alive()):
-            return  # the starved tier is excepted
+        if self.config.discipline != "unified" or any(r.is_starved for r in self.alive()):
+            return  # others ask for more than seats and blocks; the starved tier is excepted
         preempted_now = {e.request_id for e in plan.events if isinstance(e, Preempted)}
         admitted = {e.request_id for e in plan.events if isinstance(e, Started | Resumed)}
         if self.config.policy == "fair" or len(preempted_now) >= self.config.max_preemptions_per_step:

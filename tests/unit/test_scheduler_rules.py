@@ -456,6 +456,21 @@ def test_an_output_that_outgrows_the_pool_ends_with_what_it_has():
     assert driver.terminal("other").reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize("discipline", ["unified", "prefill_first", "static"])
+def test_an_output_that_outgrows_the_pool_ends_at_once_and_cannot_be_preempted_into_limbo(discipline):
+    # The random machine should have caught this: preempted after its last token that fits, it
+    # waited for more blocks than there are, and everybody behind it as well.
+    driver = Driver(num_blocks=4, block_size=4, discipline=discipline)
+    driver.submit("grows", 10, max_tokens=100)
+    driver.submit("next", 4, max_tokens=2)
+    while driver.scheduler.find(RequestId("grows")):
+        driver.step()
+        if len(driver.tokens("grows")) == 7:
+            driver.preempt("grows")
+    assert driver.terminal("grows").reason is FinishReason.CAPACITY
+    driver.finish()
+
+
 def test_the_queue_is_bounded_and_preempted_requests_do_not_count():
     driver = Driver(max_running_requests=1, max_waiting_requests=2)
     driver.submit("a", level=10, max_tokens=20)

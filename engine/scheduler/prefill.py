@@ -1,0 +1,93 @@
+"""Prefill chunks and admissions in one order: the pass that all disciplines share."""
+
+from engine.request import Request, RequestId, RequestStatus
+from engine.scheduler.admission import Admission
+from engine.scheduler.draft import Gate, StepDraft
+from engine.scheduler.state import SchedulerState
+
+#: Waiting requests that are looked at past a head that does not fit.
+MAX_SCAN = 64
+
+
+def is_prefilling(request: Request) -> bool:
+    """Whether a running request still computes what is known; a decode misses its last output token alone."""
+    return request.num_missing_tokens > 1 or request.num_output_tokens == 0
+
+
+class PrefillPass:
+    """Fills what is left of a step with the share of the starved, then prefill chunks and admissions.
+
+    Args:
+        state: who stands where.
+        draft: the step.
+        admission: who gets in, under the limits of the discipline.
+    """
+
+    def __init__(self, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
+        self._state = state
+        self._config = state.config
+        self._policy = state.policy
+        self._draft = draft
+        self._admission = admission
+
+    def run(self, starved: list[Request]) -> None:
+        """Grant tokens and admit; ``starved`` requests come first, oldest first."""
+        self._serve_starved(starved)
+        self._grant_prefills_and_admit()
+
+    def _serve_starved(self, starved: list[Request]) -> None:
+        """Oldest first, within reserved seats and tokens; blocks the next one lacks are kept free for it.
+
+        A seat needs no keeping: the starved are served before anybody else is admitted.
+        """
+        num_tokens = self._config.num_reserved_tokens(self._draft.budget_tokens)
+        num_seats = self._config.num_reserved_seats
+        num_seats -= sum(request.status is RequestStatus.RUNNING for request in starved)
+        for request in starved:
+            if request.status is RequestStatus.RUNNING:
+                if is_prefilling(request):
+                    num_tokens -= self._draft.grant_chunk(request, self._config.max_chunk_tokens, num_tokens)
+            elif request.request_id in self._state.waiting and num_seats > 0:
+                if self._admission.try_admit(request, from_reserve=True) is not None:
+                    self._admission.num_reserved_blocks = self._admission.num_blocks_for_starved(request)
+                    return
+                num_seats -= 1
+                num_tokens -= self._draft.grant_chunk(request, self._config.max_chunk_tokens, num_tokens)
+
+    def _grant_prefills_and_admit(self) -> None:
+        """Prefills under way and waiting requests stand in one order."""
+        running = iter(sorted(self._prefilling(), key=self._policy.rank))
+        prefill = next(running, None)
+        misfits: dict[RequestId, Request] = {}
+        waiting = self._state.waiting.first()
+        while prefill or waiting:
+            if prefill and (not waiting or self._policy.rank(prefill) < self._policy.rank(waiting)):
+                if prefill.status is RequestStatus.RUNNING:
+                    self._draft.grant_chunk(prefill, self._config.max_chunk_tokens)
+                prefill = next(running, None)
+            elif waiting:
+                waiting = (
+                    self._state.waiting.first(misfits) if self._admit_or_pass(waiting, misfits) else None
+                )
+
+    def _prefilling(self) -> list[Request]:
+        return [r for r in self._state.running if is_prefilling(r)]
+
+    def _admit_or_pass(self, request: Request, misfits: dict[RequestId, Request]) -> bool:
+        """Admit a request, or count it among those that others may pass.
+
+        Returns:
+            Whether the next one may be looked at.
+        """
+        gate = self._admission.try_admit(request)
+        if gate is None:
+            self._draft.grant_chunk(request, self._config.max_chunk_tokens)
+            for misfit in misfits.values():
+                misfit.num_bypassed += 1
+            return all(misfit.num_bypassed < self._config.max_bypass for misfit in misfits.values())
+        if self._draft.gate is None:
+            self._draft.gate = gate
+        if gate not in (Gate.BLOCKS, Gate.WATERMARK):
+            return False  # seats and budget are not to be had for whoever comes later, either
+        misfits[request.request_id] = request
+        return request.num_bypassed < self._config.max_bypass and len(misfits) < MAX_SCAN

@@ -1,0 +1,194 @@
+"""The prefill-first discipline: a step computes prompts if it can, else it decodes.
+
+The idea is SGLang's (Zheng et al., "SGLang: Efficient Execution of Structured
+Language Model Programs", NeurIPS 2024, and its scheduler): admission is optimistic
+about outputs, a ratio learns how optimistic it may be, and a decode batch that runs
+out of blocks retracts some of its members. Ours differs: several prefills may be
+under way, urgency decides before length who is retracted, who is retracted keeps
+its place and is never refused, more urgent arrivals preempt, starved requests
+are served, and the gap between decodes may be bounded.
+"""
+
+import math
+from collections.abc import Collection, Sequence
+
+from engine.request import PreemptReason, Request, RequestStatus
+from engine.scheduler.admission import Admission
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.draft import StepDraft
+from engine.scheduler.eviction import retraction_order
+from engine.scheduler.prefill import PrefillPass, is_prefilling
+from engine.scheduler.state import SchedulerState
+
+#: Output tokens beyond which nothing is reserved for a request.
+MAX_RESERVED_OUTPUT_TOKENS = 4096
+#: The ratio before anything is known, at conservativeness 1, and the share of it that is its floor.
+INITIAL_RATIO, FLOOR_SHARE = 0.7, 0.14
+#: Decode steps in which the ratio falls from start to floor.
+NUM_DECAY_STEPS = 600
+#: Output tokens each survivor of a retraction should be able to produce before the next one.
+NUM_TOKENS_AFTER_RETRACTION = 20
+
+
+class NewTokenRatio:
+    """Share of the outputs still allowed that is expected to come.
+
+    Attributes:
+        value: the ratio now.
+    """
+
+    def __init__(self, conservativeness: float = 1.0) -> None:
+        self._start = min(INITIAL_RATIO * conservativeness, 1.0)
+        self.floor = self._start * FLOOR_SHARE
+        self._decay = (self._start - self.floor) / NUM_DECAY_STEPS
+        self.value = self._start
+
+    def decode(self) -> None:
+        """A decode step went by without a retraction."""
+        self.value = max(self.value - self._decay, self.floor)
+
+    def retracted(self, survivors: Collection[Request]) -> None:
+        """Expect what the survivors have shown so far, and a little more."""
+        num_tokens = sum(r.num_output_tokens + NUM_TOKENS_AFTER_RETRACTION for r in survivors)
+        num_tokens_max = sum(r.spec.sampling.max_tokens for r in survivors)
+        self.value = min(num_tokens / (num_tokens_max + 1), 1.0)
+
+    def reset(self) -> None:
+        """Nothing runs."""
+        self.value = self._start
+
+
+class OutputReserve:
+    """Blocks to leave free for the outputs of one step's running requests and of a newcomer.
+
+    A request that ran before the step is expected to produce ``ratio`` of what it
+    may; a newcomer, and who was admitted in this step, all of it and a block.
+    """
+
+    def __init__(self, state: SchedulerState, ratio: float) -> None:
+        self._state = state
+        self._ratio = ratio
+        self._ran_before = {r.request_id for r in state.running}
+
+    def num_blocks(self, request: Request, num_tokens: int, without: Sequence[Request]) -> int:
+        """How many, if ``request`` were admitted with room for ``num_tokens``; 0 if it were alone."""
+        gone = {r.request_id for r in without}
+        running = [r for r in self._state.running if r.request_id not in gone]
+        if not running:
+            return 0
+        reserved = self._new_tokens(request, num_tokens) + sum(map(self._tokens, running))
+        return math.ceil(reserved / self._state.blocks.block_size)
+
+    def _tokens(self, running: Request) -> float:
+        if running.holds_all:
+            return 0
+        if running.request_id in self._ran_before:
+            return self._ratio * self._output_tokens_left(running, running.num_tokens)
+        return self._new_tokens(running, running.num_tokens)
+
+    def _new_tokens(self, request: Request, num_tokens: int) -> int:
+        return self._output_tokens_left(request, num_tokens) + self._state.blocks.block_size
+
+    @staticmethod
+    def _output_tokens_left(request: Request, num_tokens: int) -> int:
+        return max(0, min(request.max_known_tokens - num_tokens, MAX_RESERVED_OUTPUT_TOKENS))
+
+
+class PrefillFirst:
+    """Fills a step with prefills and admissions, or with decodes.
+
+    Attributes:
+        ratio: what is expected of outputs.
+    """
+
+    name = "prefill_first"
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.ratio = NewTokenRatio(config.prefill_first_conservativeness)
+        self._decoded_last = False
+
+    def fill(self, state: SchedulerState, draft: StepDraft) -> None:
+        """Grant tokens, admit, preempt; all of it written into ``draft``."""
+        starved = state.starvation.update(draft.now)
+        admission = Admission(state, draft, reserve=OutputReserve(state, self.ratio.value))
+        if not state.running:
+            self.ratio.reset()
+        decode_comes_first = self._decode_is_due(state, draft, starved)
+        if decode_comes_first:
+            self._decode(state, draft, admission)
+        if not draft.granted:
+            self._prefill(state, draft, admission, starved)
+        if not draft.granted and not decode_comes_first:
+            self._decode(state, draft, admission)
+
+    def _decode_is_due(self, state: SchedulerState, draft: StepDraft, starved: list[Request]) -> bool:
+        """Whether decodes may not wait for one more prefill step; never twice in a row.
+
+        While anyone starves the two kinds of steps alternate, so that neither can hold up the other.
+        """
+        if self._decoded_last:
+            return False
+        if any(r.status is not RequestStatus.PARKED for r in starved):
+            return True
+        gap_ms = state.config.prefill_first_max_decode_gap_ms
+        decodes = (r for r in state.running if not is_prefilling(r))
+        return gap_ms is not None and any((draft.now - r.idle_since) * 1000 > gap_ms for r in decodes)
+
+    def _prefill(
+        self, state: SchedulerState, draft: StepDraft, admission: Admission, starved: list[Request]
+    ) -> None:
+        """A step of prefills within five budgets.
+
+        KV is watched by the output reserve and seats by the admission itself; tokens
+        of the step, chunk tokens and the number of prefills are the draft's.
+        """
+        config, full_tokens = state.config, draft.budget_tokens
+        draft.budget_tokens = min(
+            full_tokens, config.prefill_first_max_input_tokens, config.prefill_first_max_chunk_tokens
+        )
+        draft.max_requests = config.prefill_first_max_requests
+        PrefillPass(state, draft, admission).run(starved)
+        if draft.granted:
+            self._decoded_last = False
+        else:
+            draft.budget_tokens, draft.max_requests = full_tokens, None
+
+    def _decode(self, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
+        """A step of decodes; if their blocks run out, some are retracted first."""
+        retracted = self._retract(state, admission)
+        for request in [r for r in state.running if r.num_missing_tokens == 1]:
+            grown = state.blocks.grow(request)
+            assert grown, "retraction promised the blocks"
+            draft.grant(request, 1)
+        if retracted:
+            self.ratio.retracted(state.running)
+        elif draft.granted:
+            self.ratio.decode()
+        self._decoded_last = bool(draft.granted)
+
+    def _retract(self, state: SchedulerState, admission: Admission) -> bool:
+        """Preempt until all decodes that are left can grow.
+
+        One request always keeps its seat; it fits, since what outgrows the pool ends at once.
+
+        Returns:
+            Whether a running request was retracted.
+        """
+        candidates: list[Request] | None = None
+        retracted = False
+        while self._num_blocks_to_grow(state) > state.blocks.num_free_blocks:
+            if candidates is None:
+                holders = state.idle_holders() + [r for r in state.running if not r.holds_all]
+                candidates = retraction_order(holders, state.policy)
+            victim = next(r for r in candidates if [r] != state.running)
+            candidates.remove(victim)
+            retracted |= victim.status is RequestStatus.RUNNING
+            admission.preempt(victim, PreemptReason.GROWTH, None)
+        return retracted
+
+    @staticmethod
+    def _num_blocks_to_grow(state: SchedulerState) -> int:
+        blocks = state.blocks
+        return sum(
+            max(0, blocks.blocks_for(r.num_tokens) - len(blocks.table(r.request_id))) for r in state.running
+        )
