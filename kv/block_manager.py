@@ -216,9 +216,8 @@ class BlockManager:
         assert counted == self._references, "reference counts differ from a recount"
         free = [block for part in self._free for block in part]
         assert len(free) == len(set(free)) == self.num_free_blocks, "the free lists are broken"
-        assert all(block in set(self._free_list(block)) for block in free), (
-            "a free block stands in the wrong list"
-        )
+        for part in self._free:
+            assert all(self._free_list(block) is part for block in part), "a free block in the wrong list"
         assert sorted(free) == [b for b, n in enumerate(counted) if n == 0], "free and held differ"
         num_findable = 0
         for block, block_hash in enumerate(self._hashes):

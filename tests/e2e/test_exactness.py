@@ -45,7 +45,7 @@ QUESTIONS = [
     "Describe the water cycle step by step, from the ocean to the clouds, the rain, the rivers and back "
     "again; then say in two sentences how forests, cities and dams change it, and give one example of each.",
 ]
-NUM_TOKENS = 8
+NUM_TOKENS = 6
 
 
 @functools.cache
@@ -94,7 +94,7 @@ async def generate(engine: Engine, index: int, level: int, under_way: asyncio.Ev
     events = []
     async for event in engine.submit(spec).events():
         events.append(event)
-        if under_way is not None and len(tokens_of(events)) >= 4:
+        if under_way is not None and len(tokens_of(events)) >= 3:
             under_way.set()
     return events
 

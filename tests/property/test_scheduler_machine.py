@@ -175,7 +175,7 @@ def test_any_calls_in_any_order_keep_every_invariant():
         run_state_machine_as_test(
             machine,
             settings=settings(
-                max_examples=20,
+                max_examples=14,
                 stateful_step_count=40,
                 deadline=None,
                 database=None,
@@ -184,4 +184,4 @@ def test_any_calls_in_any_order_keep_every_invariant():
         )
         rounds += 1
     print(f"{SchedulerMachine.num_steps} steps, {SchedulerMachine.num_preemptions} preemptions, seed {SEED}")
-    assert SchedulerMachine.num_preemptions > 150, "the pools were not small enough to mean anything"
+    assert SchedulerMachine.num_preemptions > 100, "the pools were not small enough to mean anything"

@@ -66,6 +66,7 @@ class Driver:
         self.seen: dict[RequestId, Seen] = {}
         self.now = 0.0
         self.num_steps = 0
+        self.longest = 0
         self.num_forced: Counter[RequestId] = Counter()
 
     # What can be done
@@ -83,6 +84,7 @@ class Driver:
             request_id, tuple(prompt), sampling, level, eos, salt, tenant, queue_deadline, total_deadline
         )
         displaced = self.scheduler.submit(spec, self.now)
+        self.longest = max(self.longest, len(prompt) + max_tokens)
         seed = sampling.seed if sampling.temperature > 0 else 0
         self.seen[request_id] = Seen(
             spec,
@@ -250,25 +252,25 @@ class Driver:
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""
         granted = {grant.request_id for grant in plan.grants}
         alive = sorted(self.alive(), key=lambda r: r.arrival_seq)
+        max_wait_s, turn_s = self.stall_bound()
         for num_earlier, request in enumerate(alive):
             seen = self.seen[request.request_id]
             if request.request_id in granted:
                 seen.progress_at, seen.num_earlier = self.now, num_earlier
             elif not seen.disturbed:
-                assert self.now - seen.progress_at <= self.stall_bound(seen.num_earlier)
+                assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
 
-    def stall_bound(self, num_earlier: int) -> float:
-        """In seconds, where a step takes one; ``num_earlier`` were alive when it last got a token."""
-        config, spec = self.config, [seen.spec for seen in self.seen.values()]
+    def stall_bound(self) -> tuple[float, float]:
+        """Longest wait before the starved tier, and longest turn of one request in it; a step takes a second."""
+        config, longest = self.config, self.longest
         pool_tokens = self.blocks.num_blocks * self.blocks.block_size
-        longest = max(len(s.prompt_token_ids) + s.sampling.max_tokens for s in spec)
         drain = pool_tokens / max(1, config.max_step_tokens - config.max_running_requests) + longest
         share = max(1, config.num_reserved_tokens(config.max_step_tokens - config.max_running_requests))
         serve = longest / share + longest
         max_wait_s = max(config.class_config(level).max_wait_s for level in (-10, 0, 10))
         if config.discipline == "prefill_first":
             drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns
-        return max_wait_s + (num_earlier + 1) * (drain + serve)
+        return max_wait_s, drain + serve
 
     def urgency(self, request: Request) -> int:
         return 0 if self.config.policy == "fcfs" else request.level
