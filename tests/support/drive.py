@@ -261,7 +261,7 @@ class Driver:
                 assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
 
     def stall_bound(self) -> tuple[float, float]:
-        """Longest wait before the starved tier, and longest turn of one request in it; a step takes a second."""
+        """Longest wait before the starved tier, and longest turn in it, in seconds; a step takes one."""
         config, longest = self.config, self.longest
         pool_tokens = self.blocks.num_blocks * self.blocks.block_size
         drain = pool_tokens / max(1, config.max_step_tokens - config.max_running_requests) + longest
