@@ -25,7 +25,7 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 	$(BIN)/vorrang serve
 
 sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
-	$(BIN)/python -m server.sim run saturated --compare all
+	$(BIN)/vorrang sim run saturated --compare all
 
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
