@@ -1,5 +1,6 @@
 import asyncio
 import dataclasses
+import functools
 import time
 
 import pytest
@@ -142,10 +143,14 @@ def test_shared_prefixes_of_a_trace_are_found_in_the_cache():
     assert simulate(Workload("w", apart), runner(), config()).num_cached_tokens == 0
 
 
+@functools.cache
+def saturated(name):
+    return simulate(mixed(90), runner(), config(name))
+
+
 def test_urgent_requests_overtake_under_saturation():
     def urgent_ttft(name):
-        recording = simulate(mixed(90), runner(), config(name))
-        (interactive, _) = report(name, recording).classes
+        (interactive, _) = report(name, saturated(name)).classes
         return interactive.ttft_s.p50
 
     assert urgent_ttft("priority") * 5 < urgent_ttft("fcfs")
@@ -153,7 +158,7 @@ def test_urgent_requests_overtake_under_saturation():
 
 
 def test_preempting_for_arrivals_ends_nearly_all_inversions():
-    priority, fcfs = (simulate(mixed(90), runner(), config(name)) for name in ("priority", "fcfs"))
+    priority, fcfs = saturated("priority"), saturated("fcfs")
     assert fcfs.num_inversions > 20
     # What is left at most: rules that protect a request that has just resumed.
     assert priority.num_inversions < fcfs.num_inversions / 4
