@@ -26,7 +26,7 @@ def config(text="priority"):
     return parse_configuration(text).config
 
 
-def mixed(num_requests=60, *, seed=0, mix="saturated"):
+def mixed(num_requests=45, *, seed=0, mix="saturated"):
     """Both classes, crowded enough for preemptions in a small pool."""
     return synthetic(mix, duration_s=100, seed=seed, max_tokens=2000).scaled(3.0).limited(num_requests)
 
