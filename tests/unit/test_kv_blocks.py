@@ -1,4 +1,4 @@
-"""Blocks, free list and prefix index. "vLLM n" names the peer behaviour in PEER_BEHAVIOURS.md."""
+"""Blocks, free list and prefix index. "vLLM n" names a behaviour that its own test suite pins down."""
 
 import pytest
 

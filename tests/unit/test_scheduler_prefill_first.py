@@ -1,6 +1,6 @@
 """The discipline ``prefill_first``: prefills before decodes, five budgets, retraction.
 
-"SGLang n" names peer behaviours in PEER_BEHAVIOURS.md; where ours is deliberately
+"SGLang n" names behaviours that its own test suite pins down; where ours is deliberately
 different the test says so. SGLang 9 (decodes mixed into a prefill step) has no
 counterpart: whoever wants that wants the unified discipline. SGLang 13 (sliding
 windows) has none either. 22 (status of an abort) is the server's table.

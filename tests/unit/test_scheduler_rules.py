@@ -1,6 +1,6 @@
 """The numbered rules of docs/SCHEDULING.md, each by a small scenario.
 
-"vLLM n" and "SGLang n" name peer behaviours in PEER_BEHAVIOURS.md.
+"vLLM n" and "SGLang n" name behaviours that those projects' own test suites pin down, in our numbering.
 """
 
 import pytest
