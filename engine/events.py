@@ -7,6 +7,7 @@ events are: ``Started``, then any number of ``Delta`` / ``Preempted`` /
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import VorrangError
 from engine.request import FinishReason, PreemptReason, RequestId, Usage
@@ -21,9 +22,11 @@ class Started:
     num_cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class TokensSampled:
-    """New output tokens, as the scheduler sees them; ``first_index`` counts from 0."""
+class TokensSampled(NamedTuple):
+    """New output tokens, as the scheduler sees them; ``first_index`` counts from 0.
+
+    A tuple, since a step makes hundreds of them.
+    """
 
     request_id: RequestId
     first_index: int

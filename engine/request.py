@@ -103,22 +103,28 @@ class Request:
         token_ids: prompt + output, append-only; survives preemption.
         block_hashes: chain of prefix hashes of the full blocks of ``token_ids``,
             extended on demand by the block manager; survives preemption.
+        block_table: blocks it holds, in order; a new list whenever it gets or loses them.
+        num_confirmed_blocks: how many of them can be found by others.
         arrival_seq: order of arrival; kept across preemptions (seniority).
         num_computed_tokens: tokens whose KV is in the pool.
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
         num_bypassed: admissions of others that passed it while it did not fit.
         num_outputs_at_resume: output tokens it had when it last resumed; None before the first time.
-        idle_since: time it last arrived or was granted a token.
+        idle_since: time it last arrived, or the last step was planned that computed a token of it.
         is_starved: it waited longer than its class may; served by the reserved share, until its end.
         holds_all: admitted with blocks for its longest length; it is never evicted.
         has_started: it had a seat before.
+        ending_token_ids: ids that end its output, once it has ``min_tokens``.
+        num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
     """
 
     __slots__ = (
-        "_phase_since", "arrival_seq", "block_hashes", "cache_rank", "cache_salt", "has_started", "holds_all",
-        "idle_since", "is_starved", "level", "num_bypassed", "num_cached_tokens", "num_computed_tokens",
-        "num_lost_tokens", "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens",
-        "num_recomputed_tokens", "phase_s", "preempted_in_step", "request_id", "spec", "status", "token_ids",
+        "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
+        "ending_token_ids", "has_started", "holds_all", "idle_since", "is_starved", "level", "num_bypassed",
+        "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_lost_tokens",
+        "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
+        "num_tokens_max", "phase_s",
+        "preempted_in_step", "request_id", "spec", "status", "token_ids",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -130,7 +136,11 @@ class Request:
         self.status = RequestStatus.WAITING
         self.token_ids: list[int] = list(spec.prompt_token_ids)
         self.block_hashes: list[bytes] = []
+        self.block_table: list[int] = []
+        self.num_confirmed_blocks = 0
+        self.ending_token_ids = spec.eos_token_ids.union(spec.sampling.stop_token_ids)
         self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.num_tokens_max = self.max_known_tokens
         self.num_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
@@ -166,6 +176,17 @@ class Request:
     def max_known_tokens(self) -> int:
         """Prompt + output at its longest."""
         return self.num_prompt_tokens + self.spec.sampling.max_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens are still to be computed; a decode misses its last output token alone."""
+        num_tokens = len(self.token_ids)
+        return num_tokens - self.num_computed_tokens > 1 or num_tokens == self.num_prompt_tokens
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How its tokens are chosen."""
+        return self.spec.sampling
 
     @property
     def output_token_ids(self) -> list[int]:

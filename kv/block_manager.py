@@ -9,6 +9,7 @@ happens when a block is allocated.
 This module is pure; it knows neither tensors nor scheduling.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -29,16 +30,6 @@ class PrefixHit:
     blocks: tuple[int, ...]
     num_tokens: int
     num_free_blocks: int
-
-
-class _Table:
-    """Blocks of one owner, and how many of them are hashed."""
-
-    __slots__ = ("blocks", "num_confirmed")
-
-    def __init__(self, blocks: list[int], num_confirmed: int) -> None:
-        self.blocks = blocks
-        self.num_confirmed = num_confirmed
 
 
 class BlockManager:
@@ -68,12 +59,12 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index = PrefixIndex()
-        self._tables: dict[str, _Table] = {}
+        self._owners: dict[str, KvOwner] = {}
 
     @property
     def num_owners(self) -> int:
         """Owners that hold a table."""
-        return len(self._tables)
+        return len(self._owners)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that ``num_tokens`` tokens fill, the last one perhaps partly."""
@@ -81,11 +72,11 @@ class BlockManager:
 
     def holds(self, request_id: str) -> bool:
         """Whether an owner has a table."""
-        return request_id in self._tables
+        return request_id in self._owners
 
     def table(self, request_id: str) -> Sequence[int]:
         """Blocks of an owner, in order; a live view."""
-        return self._tables[request_id].blocks
+        return self._owners[request_id].block_table
 
     def match(self, owner: KvOwner) -> PrefixHit:
         """Find the longest prefix of the owner's tokens that is in the pool. Takes nothing."""
@@ -113,7 +104,7 @@ class BlockManager:
         Returns:
             False, with nothing changed, when the free blocks do not suffice.
         """
-        assert owner.request_id not in self._tables
+        assert owner.request_id not in self._owners
         num_tokens = len(owner.token_ids) if num_tokens is None else num_tokens
         if self.num_blocks_to_admit(owner, hit, num_tokens) > self.num_free_blocks:
             return False
@@ -123,9 +114,10 @@ class BlockManager:
                 self.num_free_blocks -= 1
             self._references[block] += 1
             self._rank[block] = min(self._rank[block], owner.cache_rank)
-        table = _Table(list(hit.blocks), len(hit.blocks))
-        self._tables[owner.request_id] = table
-        self._extend(table, self.blocks_for(num_tokens))
+        owner.block_table = list(hit.blocks)
+        owner.num_confirmed_blocks = len(hit.blocks)
+        self._owners[owner.request_id] = owner
+        self._extend(owner.block_table, self.blocks_for(num_tokens))
         return True
 
     def grow(self, owner: KvOwner, num_tokens: int | None = None) -> bool:
@@ -134,9 +126,9 @@ class BlockManager:
         Returns:
             False, with nothing changed, when the free blocks do not suffice.
         """
-        table = self._tables[owner.request_id]
+        table = owner.block_table
         num_blocks = self.blocks_for(len(owner.token_ids) if num_tokens is None else num_tokens)
-        if num_blocks - len(table.blocks) > self.num_free_blocks:
+        if num_blocks - len(table) > self.num_free_blocks:
             return False
         self._extend(table, num_blocks)
         return True
@@ -145,17 +137,16 @@ class BlockManager:
         """Make the owner's full computed blocks findable."""
         if not self.enable_prefix_cache:
             return
-        table = self._tables[owner.request_id]
         num_full = num_computed_tokens // self.block_size
-        if num_full <= table.num_confirmed:
+        if num_full <= owner.num_confirmed_blocks:
             return
         extend_hashes(owner, num_full, self.block_size)
-        for position in range(table.num_confirmed, num_full):
-            block, block_hash = table.blocks[position], owner.block_hashes[position]
+        for position in range(owner.num_confirmed_blocks, num_full):
+            block, block_hash = owner.block_table[position], owner.block_hashes[position]
             self._hashes[block] = block_hash
             self._rank[block] = owner.cache_rank
             self._index.add(block_hash, block)
-        table.num_confirmed = num_full
+        owner.num_confirmed_blocks = num_full
 
     def free(self, owner: KvOwner) -> int:
         """Drop the owner's table.
@@ -163,28 +154,33 @@ class BlockManager:
         Returns:
             Blocks that nobody holds any more.
         """
-        table = self._tables.pop(owner.request_id)
+        del self._owners[owner.request_id]
+        references, hashes, unhashed = self._references, self._hashes, self._free[0]
         num_freed = 0
-        for block in reversed(table.blocks):  # tail first: the start of a prefix is worth most
-            self._references[block] -= 1
-            if self._references[block] == 0:
+        for block in reversed(owner.block_table):  # tail first: the start of a prefix is worth most
+            references[block] -= 1
+            if references[block] == 0:
                 num_freed += 1
-                free = self._free_list(block)
-                if self._hashes[block] is None:
-                    free.prepend(block)
+                if hashes[block] is None:
+                    unhashed.prepend(block)
                 else:
-                    free.append(block)
+                    self._free_list(block).append(block)
+        owner.block_table = []
+        owner.num_confirmed_blocks = 0
         self.num_free_blocks += num_freed
         return num_freed
 
-    def num_shared_prefix_tokens(self, request_id: str) -> int:
-        """Tokens in the owner's leading blocks that others hold too: they outlive its eviction."""
-        num_blocks = 0
-        for block in self._tables[request_id].blocks:
-            if self._references[block] == 1:
-                break
-            num_blocks += 1
-        return num_blocks * self.block_size
+    def num_shared_prefix_blocks(self, owner: KvOwner, keep: Collection[int] = ()) -> int:
+        """Leading blocks of the owner that outlive its eviction: others hold them too, or ``keep`` them.
+
+        Found by bisection: requests share prefixes, so blocks of the owner's alone come
+        after those it shares. Where several copies of a prefix were computed side by side
+        that need not be so, and the number is an estimate; ``reclaim`` is exact.
+        """
+        references = self._references
+        return bisect_left(
+            owner.block_table, True, key=lambda block: references[block] == 1 and block not in keep
+        )
 
     def reclaim(self, keep: Collection[int] = ()) -> "Reclaim":
         """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""
@@ -194,24 +190,31 @@ class BlockManager:
         """Where a block stands, or would stand, when nobody holds it."""
         return self._free[0 if self._hashes[block] is None else -1 - self._rank[block]]
 
-    def _extend(self, table: _Table, num_blocks: int) -> None:
-        while len(table.blocks) < num_blocks:
-            block = next(free for free in self._free if free).pop_first()
-            self.num_free_blocks -= 1
-            block_hash = self._hashes[block]
-            if block_hash is not None:
-                self._index.remove(block_hash, block)
-                self._hashes[block] = None
-            self._references[block] = 1
-            table.blocks.append(block)
+    def _extend(self, table: list[int], num_blocks: int) -> None:
+        num_missing = num_blocks - len(table)
+        if num_missing <= 0:
+            return
+        self.num_free_blocks -= num_missing
+        for free in self._free:
+            for block in free.pop_some(num_missing):
+                block_hash = self._hashes[block]
+                if block_hash is not None:
+                    self._index.remove(block_hash, block)
+                    self._hashes[block] = None
+                self._references[block] = 1
+                table.append(block)
+                num_missing -= 1
+            if not num_missing:
+                return
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         counted = [0] * self.num_blocks
-        for table in self._tables.values():
-            assert len(set(table.blocks)) == len(table.blocks), "a block twice in one table"
-            assert table.num_confirmed <= len(table.blocks)
-            for block in table.blocks:
+        for owner in self._owners.values():
+            table = owner.block_table
+            assert len(set(table)) == len(table), "a block twice in one table"
+            assert owner.num_confirmed_blocks <= len(table)
+            for block in table:
                 counted[block] += 1
         assert counted == self._references, "reference counts differ from a recount"
         free = [block for part in self._free for block in part]
@@ -244,10 +247,6 @@ class Reclaim:
         self._keep = frozenset(keep)
         self._dropped: dict[int, int] = {}
         self.num_blocks = 0
-
-    def gain(self, request_id: str) -> int:
-        """Blocks this owner would add to the count."""
-        return sum(self._last_holder(block) for block in self._countable(request_id))
 
     def add(self, request_id: str) -> None:
         """Count this owner as freed."""

@@ -46,6 +46,19 @@ class FreeList:
         self.remove(block)
         return block
 
+    def pop_some(self, num_blocks: int) -> list[int]:
+        """Take up to ``num_blocks`` blocks, those to be reused next."""
+        end, following = self._end, self._next
+        taken: list[int] = []
+        block = following[end]
+        while block != end and len(taken) < num_blocks:
+            taken.append(block)
+            block = following[block]
+        following[end] = block
+        self._previous[block] = end
+        self._len -= len(taken)
+        return taken
+
     def remove(self, block: int) -> None:
         """Take a block that is in the list, wherever it stands."""
         before, after = self._previous[block], self._next[block]

@@ -21,11 +21,16 @@ class KvOwner(Protocol):
         token_ids: prompt + output, append-only.
         block_hashes: hashes of the full blocks of ``token_ids``, extended here on demand.
         cache_rank: how dear its blocks are to the cache; 0 is dearest.
+        block_table: blocks it holds, in order; written by the block manager, which
+            puts a new list in its place when they are taken away.
+        num_confirmed_blocks: how many of them are findable; written by the block manager.
     """
 
     token_ids: list[int]
     block_hashes: list[bytes]
     cache_rank: int
+    block_table: list[int]
+    num_confirmed_blocks: int
 
     @property
     def request_id(self) -> str:

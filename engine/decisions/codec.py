@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import InvalidRequest, VorrangError
-from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started, TokensSampled
+from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Fail, Finish, Park, Preempt, SetLevel, Unpark
@@ -120,8 +120,6 @@ def _dumps(body: object) -> str:
 
 def _plain(value: object) -> object:
     """What JSON has no word for."""
-    if isinstance(value, TokensSampled):  # the bulk of a log: without names
-        return [value.request_id, value.first_index, value.token_ids]
     names = _FIELDS.get(type(value))
     if names is not None:
         tag = {"type": type(value).__name__} if type(value) in _TAGGED else {}

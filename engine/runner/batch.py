@@ -42,7 +42,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     Invariant: ``plan`` has at least one grant, and every grant at least one token.
     """
     grants = plan.grants
-    counts = np.array([len(grant.token_ids) for grant in grants], dtype=np.int64)
+    counts = np.array([grant.num_tokens for grant in grants], dtype=np.int64)
     starts = np.array([grant.start for grant in grants], dtype=np.int64)
     query_start = np.zeros(len(grants) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])

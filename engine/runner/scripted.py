@@ -92,7 +92,7 @@ class ScriptedRunner:
             self._slots[self._slot(grant.block_table, position)] = token_id
 
     def _sample(self, grant: Grant) -> int:
-        num_tokens = grant.start + len(grant.token_ids)
+        num_tokens = grant.start + grant.num_tokens
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
         assert len(token_ids) == num_tokens, "a slot was read before it was written"

@@ -22,7 +22,7 @@ def size_of(plan: Plan) -> StepSize:
     """What a plan has to do, in the cost model's terms."""
     num_tokens = num_kv_tokens = num_pairs = num_decode_kv_tokens = 0
     for grant in plan.grants:
-        num_granted = len(grant.token_ids)
+        num_granted = grant.num_tokens
         context = grant.start + num_granted
         num_tokens += num_granted
         num_kv_tokens += context

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.errors import InternalError, VorrangError
 from engine.models.decoder import Decoder
-from engine.request import RequestId
+from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
 from engine.sampling import SamplingParams
@@ -58,7 +58,8 @@ class TorchModel:
 
         Call before block 0 is given to anybody.
         """
-        grant = Grant(RequestId("warm-up"), 0, [0], [0], 0, SamplingParams(temperature=0.0))
+        spec = RequestSpec(RequestId("warm-up"), (0,), SamplingParams(temperature=0.0))
+        grant = Grant(Request(spec, 0, 0.0), 0, 1, [0], 0)
         self.run(Plan(step=0, grants=(grant,)))
 
     def run(self, plan: Plan) -> StepResult:

@@ -24,6 +24,14 @@ class Reserve(Protocol):
         """How many, if ``request`` were admitted with room for ``num_tokens`` and ``without`` were gone."""
         ...
 
+    def admitted(self, request: Request) -> None:
+        """A request got a seat in this step."""
+        ...
+
+    def preempted(self, request: Request) -> None:
+        """A request is about to lose its blocks."""
+        ...
+
 
 class Admission:
     """Admits waiting requests into one step, and finds blocks for running ones.
@@ -85,6 +93,8 @@ class Admission:
             self._draft.num_preemptions += 1
         event = self._state.admit(request, hit, num_tokens, self._draft.now)
         request.holds_all = holds_all
+        if self._reserve is not None:
+            self._reserve.admitted(request)
         if event is not None:
             self._draft.events.append(event)
         return None
@@ -97,37 +107,41 @@ class Admission:
     def preempt(self, victim: Request, reason: PreemptReason, beneficiary: Request | None) -> Preempted:
         """Take a request's blocks, seat and grant."""
         self._draft.take_back(victim)
+        if self._reserve is not None:
+            self._reserve.preempted(victim)
         event = self._state.preempt(victim, reason, beneficiary, self._draft.step, self._draft.now)
         self._draft.events.append(event)
         return event
 
-    def make_room_to_grow(self, request: Request) -> bool:
-        """See to it that a running request has a block for its next token.
+    def let_decodes_grow(self) -> None:
+        """See to it that every decode has a block for its next token, in policy order.
 
         Who holds blocks without a seat, and strictly less urgent ones, give way
         first, then the last-arrived equals that came after it, then itself. Requests
         that hold all they can ever need neither ask nor give. So the most urgent,
         earliest of the others always advances.
-
-        Returns:
-            False when the request itself was preempted.
         """
-        if self._blocks.grow(request):
-            return True
+        growing = self._state.growing
+        for request in sorted(growing.values(), key=self._policy.key):
+            if request.request_id in growing and self._blocks.grow(request):
+                del growing[request.request_id]
+            elif request.request_id in growing:
+                self._make_room_to_grow(request)
+
+    def _make_room_to_grow(self, request: Request) -> None:
         victims = self._victims_for_growth(request)
         for victim in victims or [request]:
             self.preempt(victim, PreemptReason.GROWTH, request if victim is not request else None)
-        if not victims:
-            return False
-        grown = self._blocks.grow(request)
-        assert grown, "the victims promised a block"
-        return True
+        if victims:
+            grown = self._blocks.grow(request)
+            assert grown, "the victims promised a block"
+            del self._state.growing[request.request_id]
 
     def _num_blocks_needed(self, request: Request, hit: PrefixHit | None, num_tokens: int) -> int:
         if hit is not None:
             return self._blocks.num_blocks_to_admit(request, hit, num_tokens)
-        num_held = len(self._blocks.table(request.request_id))  # it kept them while it was parked
-        return max(0, self._blocks.blocks_for(num_tokens) - num_held)
+        # It kept those it holds while it was parked.
+        return max(0, self._blocks.blocks_for(num_tokens) - len(request.block_table))
 
     def _num_tokens_to_hold(self, request: Request, *, holds_all: bool) -> int:
         if not holds_all:
@@ -160,7 +174,9 @@ class Admission:
         gate = Gate.SEAT if num_seats else Gate.BLOCKS if num_missing > 0 else Gate.WATERMARK
         if not self._config.preempt_for_arrivals:
             return gate
-        candidates = self._evictable_for(request)
+        candidates, running = self._evictable_for(request), self._state.running
+        if not candidates and running:
+            return gate
 
         def credit(chosen: Sequence[Request]) -> int:
             return num_spare - spare(chosen)
@@ -177,10 +193,10 @@ class Admission:
             )
 
         victims = choose(num_missing + num_spare if num_needed > 0 else 0)
-        all_could_go = sum(r.status is RequestStatus.RUNNING for r in candidates) == len(self._state.running)
-        all_may_go = all_could_go and not num_reserved
-        if victims is None and all_may_go and choose(num_missing, with_spare=False) is not None:
-            victims = candidates  # with nothing left running there is no watermark
+        if victims is None and not num_reserved:
+            all_may_go = sum(r.status is RequestStatus.RUNNING for r in candidates) == len(running)
+            if all_may_go and choose(num_missing, with_spare=False) is not None:
+                victims = candidates  # with nothing left running there is no watermark
         if victims is None:
             return gate
         used = self._draft.num_preemptions
@@ -191,9 +207,8 @@ class Admission:
     def _evictable_for(self, request: Request) -> list[Request]:
         """Who may be evicted for an arrival: idle holders of blocks, and clearly less urgent running ones."""
         least = self._policy.urgency(request) + self._config.preempt_level_gap
-        running = self._state.running
-        return self._idle_holders(request, alone=not running) + [
-            r for r in running if self._policy.urgency(r) >= least and self._may_be_evicted(r)
+        return self._idle_holders(request, alone=not self._state.running) + [
+            r for r in self._state.running_from(least) if self._may_be_evicted(r)
         ]
 
     def _idle_holders(self, request: Request, *, alone: bool) -> list[Request]:
@@ -202,7 +217,7 @@ class Admission:
         Equals and less urgent ones; anybody, when it would be the only one that runs (``alone``).
         """
         urgency = self._policy.urgency(request)
-        holders = self._state.idle_holders()
+        holders = self._state.idle_holders.values()
         return [r for r in holders if r is not request and (alone or self._policy.urgency(r) >= urgency)]
 
     def _may_be_evicted(self, request: Request) -> bool:
@@ -224,9 +239,7 @@ class Admission:
     def _victims_for_growth(self, request: Request) -> list[Request] | None:
         urgency = self._policy.urgency(request)
         idle = self._idle_holders(request, alone=len(self._state.running) == 1)
-        less_urgent = [
-            r for r in self._state.running if self._policy.urgency(r) > urgency and not r.holds_all
-        ]
+        less_urgent = [r for r in self._state.running_from(urgency + 1) if not r.holds_all]
         victims = choose_victims(
             idle + less_urgent,
             num_seats=0,

@@ -225,8 +225,7 @@ class RecordingScheduler(Scheduler):
 
     def _decision(self, plan: Plan, now: float) -> Decision:
         grants = tuple(
-            GrantDecision(g.request_id, g.start, len(g.token_ids), g.output_index, g.level)
-            for g in plan.grants
+            GrantDecision(g.request_id, g.start, g.num_tokens, g.output_index, g.level) for g in plan.grants
         )
         return Decision(
             plan.step,

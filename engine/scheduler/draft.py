@@ -1,10 +1,10 @@
 """A plan in the making."""
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from engine.events import SchedulerEvent
-from engine.request import Request, RequestId
+from engine.request import Request
 
 
 class Gate(enum.Enum):
@@ -35,7 +35,7 @@ class StepDraft:
         self.step = step
         self.now = now
         self.budget_tokens = budget_tokens
-        self.granted: dict[RequestId, int] = {}
+        self.granted: dict[Request, int] = {}
         self.events: list[SchedulerEvent] = []
         self.gate: Gate | None = None
         self.num_preemptions = 0
@@ -44,13 +44,18 @@ class StepDraft:
     def grant(self, request: Request, num_tokens: int) -> None:
         """Let a request compute ``num_tokens`` more in this step."""
         assert 0 < num_tokens <= self.budget_tokens
-        self.granted[request.request_id] = self.granted.get(request.request_id, 0) + num_tokens
+        self.granted[request] = self.granted.get(request, 0) + num_tokens
         self.budget_tokens -= num_tokens
-        request.idle_since = self.now
+
+    def grant_one_each(self, requests: Collection[Request]) -> None:
+        """Let requests that have nothing yet compute one token each."""
+        assert len(requests) <= self.budget_tokens
+        self.granted |= dict.fromkeys(requests, 1)
+        self.budget_tokens -= len(requests)
 
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
         """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
-        granted = self.granted.get(request.request_id, 0)
+        granted = self.granted.get(request, 0)
         if not granted and self._is_full(len(self.granted)):
             return 0
         num_tokens = min(request.num_missing_tokens, max_chunk_tokens) - granted
@@ -63,7 +68,7 @@ class StepDraft:
 
     def has_room(self, without: Iterable[Request] = ()) -> bool:
         """Whether one more request may be granted a token, if ``without`` gave theirs back."""
-        tokens = [self.granted[r.request_id] for r in without if r.request_id in self.granted]
+        tokens = [self.granted[r] for r in without if r in self.granted]
         return self.budget_tokens + sum(tokens) >= 1 and not self._is_full(len(self.granted) - len(tokens))
 
     def _is_full(self, num_requests: int) -> bool:
@@ -71,4 +76,4 @@ class StepDraft:
 
     def take_back(self, request: Request) -> None:
         """Undo a grant; harmless when there is none."""
-        self.budget_tokens += self.granted.pop(request.request_id, 0)
+        self.budget_tokens += self.granted.pop(request, 0)

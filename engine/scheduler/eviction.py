@@ -1,7 +1,8 @@
 """Which running requests lose their place: the cheapest set that covers the need."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 
 from engine.request import Request, RequestStatus
 from engine.scheduler.order import Policy
@@ -41,28 +42,28 @@ def choose_victims(
     Returns:
         The victims, cheapest first, or None when no set covers the need.
     """
+    keep = frozenset(keep)
     reclaim = blocks.reclaim(keep)
 
-    def cost(request: Request) -> tuple[int, bool, float, int, int]:
-        shared = blocks.num_shared_prefix_tokens(request.request_id)
-        lost = max(0, request.num_computed_tokens - shared)
+    def cost(request: Request) -> tuple[bool, float, int, int]:
+        num_shared = blocks.num_shared_prefix_blocks(request, keep)
+        lost = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
         price = float(lost)
         if num_blocks > 0:
-            gain = reclaim.gain(request.request_id)
+            gain = len(request.block_table) - num_shared
             price = lost / gain if gain else math.inf
-        return (
-            -policy.urgency(request),
-            _has_seat(request),
-            price,
-            request.num_preemptions,
-            -request.arrival_seq,
-        )
+        return _has_seat(request), price, request.num_preemptions, -request.arrival_seq
 
     def covered(chosen: Sequence[Request]) -> bool:
         num_gained = reclaim.num_blocks + (credit(chosen) if credit else 0)
         return num_gained >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
 
-    return _smallest_prefix(sorted(candidates, key=cost), reclaim, covered)
+    def worst_first() -> Iterator[Request]:
+        by_urgency = sorted(candidates, key=policy.urgency, reverse=True)
+        for _, equals in groupby(by_urgency, key=policy.urgency):
+            yield from sorted(equals, key=cost)  # what is not reached costs nothing
+
+    return _smallest_prefix(worst_first(), reclaim, covered)
 
 
 def choose_latest(candidates: Sequence[Request], *, blocks: BlockManager) -> list[Request] | None:
@@ -72,7 +73,7 @@ def choose_latest(candidates: Sequence[Request], *, blocks: BlockManager) -> lis
         The victims, or None when evicting all of them would free nothing.
     """
     reclaim = blocks.reclaim()
-    return _smallest_prefix(candidates[::-1], reclaim, lambda _: reclaim.num_blocks >= 1)
+    return _smallest_prefix(reversed(candidates), reclaim, lambda _: reclaim.num_blocks >= 1)
 
 
 def retraction_order(candidates: Iterable[Request], policy: Policy) -> list[Request]:
@@ -100,7 +101,7 @@ def _has_seat(request: Request) -> bool:
 
 
 def _smallest_prefix(
-    candidates: Sequence[Request], reclaim: Reclaim, covered: Callable[[Sequence[Request]], bool]
+    candidates: Iterable[Request], reclaim: Reclaim, covered: Callable[[Sequence[Request]], bool]
 ) -> list[Request] | None:
     """Take candidates in order until they cover the need; then spare those not needed, last first."""
     chosen: list[Request] = []

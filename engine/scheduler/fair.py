@@ -11,7 +11,7 @@ Source: Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from sortedcontainers import SortedDict
 
@@ -62,9 +62,10 @@ class FairPolicy(PriorityPolicy):
         if request.num_preemptions == 0:
             self._charge(request, PROMPT_TOKEN_COST * (request.num_prompt_tokens - num_cached_tokens))
 
-    def produced(self, request: Request) -> None:
-        """Charge an output token."""
-        self._charge(request, OUTPUT_TOKEN_COST)
+    def produced(self, requests: Iterable[Request]) -> None:
+        """Charge an output token each."""
+        for request in requests:
+            self._charge(request, OUTPUT_TOKEN_COST)
 
     def left(self, request: Request) -> None:
         """Forget a tenant that has nothing alive, but not how far service had come."""

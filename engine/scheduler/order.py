@@ -1,6 +1,6 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedDict
@@ -105,8 +105,8 @@ class Policy(Protocol):
         """A request got a seat, and ``num_cached_tokens`` from the prefix cache."""
         ...
 
-    def produced(self, request: Request) -> None:
-        """A request produced an output token."""
+    def produced(self, requests: Iterable[Request]) -> None:
+        """Each of these requests produced an output token."""
         ...
 
     def left(self, request: Request) -> None:
@@ -142,7 +142,7 @@ class _StaticPolicy:
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """Nothing to remember."""
 
-    def produced(self, request: Request) -> None:
+    def produced(self, requests: Iterable[Request]) -> None:
         """Nothing to remember."""
 
     def left(self, request: Request) -> None:

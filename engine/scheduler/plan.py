@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 from engine.errors import VorrangError
 from engine.events import SchedulerEvent
@@ -9,10 +10,41 @@ from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.draft import Gate
 
+_NOTHING: frozenset[int] = frozenset()
 
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """Tokens one request may compute in this step.
+
+class Granted(Protocol):
+    """What a runner may know of a request. Nothing of it changes while the step is computed.
+
+    Attributes:
+        token_ids: prompt + output, append-only.
+    """
+
+    token_ids: list[int]
+
+    @property
+    def request_id(self) -> RequestId:
+        """Unique in the process."""
+        ...
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Its parameters."""
+        ...
+
+    @property
+    def ending_token_ids(self) -> frozenset[int]:
+        """Ids that end its output."""
+        ...
+
+    @property
+    def level(self) -> int:
+        """Effective level, for the record."""
+        ...
+
+
+class Grant(NamedTuple):
+    """Tokens one request may compute in this step; a tuple, since a step makes hundreds of them.
 
     ```
     token_ids of the request:  |<- computed ->|<- token_ids (granted) ->|<- later ->|
@@ -20,26 +52,47 @@ class Grant:
     ```
 
     Attributes:
-        request_id: whose.
+        request: whose.
         start: tokens computed before; position of the first granted token.
-        token_ids: ids to compute, at positions ``start ..``; at least one.
+        num_tokens: how many; at least one.
         block_table: logical to physical blocks, covering every position up to
             the last granted one. A live view: valid until the plan is committed.
         output_index: index of the output token to sample after the last granted
             token, or None when known tokens remain to be computed (mid-prefill).
-        sampling: the request's parameters.
-        banned_token_ids: ids that must not be sampled (end and stop ids before ``min_tokens``).
-        level: effective level, for the record.
     """
 
-    request_id: RequestId
+    request: Granted
     start: int
-    token_ids: Sequence[int]
+    num_tokens: int
     block_table: Sequence[int]
     output_index: int | None
-    sampling: SamplingParams
-    banned_token_ids: frozenset[int] = frozenset()
-    level: int = 0
+
+    @property
+    def request_id(self) -> RequestId:
+        """Whose."""
+        return self.request.request_id
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """Ids to compute, at positions ``start ..``."""
+        return self.request.token_ids[self.start : self.start + self.num_tokens]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The request's parameters."""
+        return self.request.sampling
+
+    @property
+    def banned_token_ids(self) -> frozenset[int]:
+        """Ids that must not be sampled: those that would end the output before ``min_tokens``."""
+        if self.output_index is None or self.output_index >= self.request.sampling.min_tokens:
+            return _NOTHING
+        return self.request.ending_token_ids
+
+    @property
+    def level(self) -> int:
+        """Effective level, for the record."""
+        return self.request.level
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +104,19 @@ class Plan:
         grants: decodes first, then prefill chunks, each in policy order.
         events: what planning decided (started, resumed, preempted, finished), in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
+        now: when it was planned, in seconds of the caller's clock.
     """
 
     step: int
     grants: tuple[Grant, ...]
     events: tuple[SchedulerEvent, ...] = ()
     gate: Gate | None = None
+    now: float = 0.0
 
     @property
     def num_tokens(self) -> int:
         """Tokens the step computes."""
-        return sum(len(grant.token_ids) for grant in self.grants)
+        return sum(grant.num_tokens for grant in self.grants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,12 +6,7 @@ from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.state import SchedulerState
 
 #: Waiting requests that are looked at past a head that does not fit.
-MAX_SCAN = 64
-
-
-def is_prefilling(request: Request) -> bool:
-    """Whether a running request still computes what is known; a decode misses its last output token alone."""
-    return request.num_missing_tokens > 1 or request.num_output_tokens == 0
+MAX_SCAN = 16
 
 
 class PrefillPass:
@@ -45,7 +40,7 @@ class PrefillPass:
         num_seats -= sum(request.status is RequestStatus.RUNNING for request in starved)
         for request in starved:
             if request.status is RequestStatus.RUNNING:
-                if is_prefilling(request):
+                if request.is_prefilling:
                     num_tokens -= self._draft.grant_chunk(request, self._config.max_chunk_tokens, num_tokens)
             elif request.request_id in self._state.waiting and num_seats > 0:
                 if self._admission.try_admit(request, from_reserve=True) is not None:
@@ -56,22 +51,21 @@ class PrefillPass:
 
     def _grant_prefills_and_admit(self) -> None:
         """Prefills under way and waiting requests stand in one order."""
-        running = iter(sorted(self._prefilling(), key=self._policy.rank))
+        running = iter(sorted(self._state.prefilling, key=self._policy.rank))
         prefill = next(running, None)
         misfits: dict[RequestId, Request] = {}
-        waiting = self._state.waiting.first()
+        queue = iter(self._state.waiting)
+        waiting = next(queue, None)
         while prefill or waiting:
             if prefill and (not waiting or self._policy.rank(prefill) < self._policy.rank(waiting)):
                 if prefill.status is RequestStatus.RUNNING:
                     self._draft.grant_chunk(prefill, self._config.max_chunk_tokens)
                 prefill = next(running, None)
             elif waiting:
-                waiting = (
-                    self._state.waiting.first(misfits) if self._admit_or_pass(waiting, misfits) else None
-                )
-
-    def _prefilling(self) -> list[Request]:
-        return [r for r in self._state.running if is_prefilling(r)]
+                may_go_on = self._admit_or_pass(waiting, misfits)
+                if waiting.request_id not in misfits:  # it left the queue, so look at it afresh
+                    queue = (r for r in self._state.waiting if r.request_id not in misfits)
+                waiting = next(queue, None) if may_go_on else None
 
     def _admit_or_pass(self, request: Request, misfits: dict[RequestId, Request]) -> bool:
         """Admit a request, or count it among those that others may pass.

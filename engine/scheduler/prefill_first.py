@@ -17,7 +17,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.eviction import retraction_order
-from engine.scheduler.prefill import PrefillPass, is_prefilling
+from engine.scheduler.prefill import PrefillPass
 from engine.scheduler.state import SchedulerState
 
 #: Output tokens beyond which nothing is reserved for a request.
@@ -62,29 +62,49 @@ class OutputReserve:
     """Blocks to leave free for the outputs of one step's running requests and of a newcomer.
 
     A request that ran before the step is expected to produce ``ratio`` of what it
-    may; a newcomer, and who was admitted in this step, all of it and a block.
+    may; a newcomer, and who was admitted in this step, all of it and a block. The
+    sums are made when first asked for, and kept up as requests come and go.
     """
 
     def __init__(self, state: SchedulerState, ratio: float) -> None:
         self._state = state
         self._ratio = ratio
-        self._ran_before = {r.request_id for r in state.running}
+        self._reserved: dict[Request, int] | None = None
+        self._new: dict[Request, int] = {}
+        self._num_reserved_tokens = self._num_new_tokens = 0
 
     def num_blocks(self, request: Request, num_tokens: int, without: Sequence[Request]) -> int:
         """How many, if ``request`` were admitted with room for ``num_tokens``; 0 if it were alone."""
-        gone = {r.request_id for r in without}
-        running = [r for r in self._state.running if r.request_id not in gone]
-        if not running:
+        num_seated = sum(r.status is RequestStatus.RUNNING for r in without)
+        if num_seated == len(self._state.running):
             return 0
-        reserved = self._new_tokens(request, num_tokens) + sum(map(self._tokens, running))
-        return math.ceil(reserved / self._state.blocks.block_size)
+        reserved = self._ran_before()
+        expected = self._num_reserved_tokens - sum(reserved.get(r, 0) for r in without)
+        new = self._num_new_tokens - sum(self._new.get(r, 0) for r in without)
+        tokens = self._new_tokens(request, num_tokens) + new + self._ratio * expected
+        return math.ceil(tokens / self._state.blocks.block_size)
 
-    def _tokens(self, running: Request) -> float:
-        if running.holds_all:
-            return 0
-        if running.request_id in self._ran_before:
-            return self._ratio * self._output_tokens_left(running, running.num_tokens)
-        return self._new_tokens(running, running.num_tokens)
+    def admitted(self, request: Request) -> None:
+        """A request got a seat in this step."""
+        self._ran_before(newcomer=request)
+        self._new[request] = 0 if request.holds_all else self._new_tokens(request, request.num_tokens)
+        self._num_new_tokens += self._new[request]
+
+    def preempted(self, request: Request) -> None:
+        """A request lost its blocks in this step."""
+        self._num_reserved_tokens -= self._ran_before().pop(request, 0)
+        self._num_new_tokens -= self._new.pop(request, 0)
+
+    def _ran_before(self, newcomer: Request | None = None) -> dict[Request, int]:
+        """Output tokens still allowed of the requests that ran before the step."""
+        if self._reserved is None:
+            self._reserved = {
+                r: self._output_tokens_left(r, r.num_tokens)
+                for r in self._state.running
+                if not r.holds_all and r is not newcomer
+            }
+            self._num_reserved_tokens = sum(self._reserved.values())
+        return self._reserved
 
     def _new_tokens(self, request: Request, num_tokens: int) -> int:
         return self._output_tokens_left(request, num_tokens) + self._state.blocks.block_size
@@ -131,8 +151,7 @@ class PrefillFirst:
         if any(r.status is not RequestStatus.PARKED for r in starved):
             return True
         gap_ms = state.config.prefill_first_max_decode_gap_ms
-        decodes = (r for r in state.running if not is_prefilling(r))
-        return gap_ms is not None and any((draft.now - r.idle_since) * 1000 > gap_ms for r in decodes)
+        return gap_ms is not None and any((draft.now - r.idle_since) * 1000 > gap_ms for r in state.decoding)
 
     def _prefill(
         self, state: SchedulerState, draft: StepDraft, admission: Admission, starved: list[Request]
@@ -156,10 +175,11 @@ class PrefillFirst:
     def _decode(self, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
         """A step of decodes; if their blocks run out, some are retracted first."""
         retracted = self._retract(state, admission)
-        for request in [r for r in state.running if r.num_missing_tokens == 1]:
+        for request in state.growing.values():
             grown = state.blocks.grow(request)
             assert grown, "retraction promised the blocks"
-            draft.grant(request, 1)
+        state.growing.clear()
+        draft.grant_one_each(state.decoding)
         if retracted:
             self.ratio.retracted(state.running)
         elif draft.granted:
@@ -176,19 +196,12 @@ class PrefillFirst:
         """
         candidates: list[Request] | None = None
         retracted = False
-        while self._num_blocks_to_grow(state) > state.blocks.num_free_blocks:
+        while len(state.growing) > state.blocks.num_free_blocks:
             if candidates is None:
-                holders = state.idle_holders() + [r for r in state.running if not r.holds_all]
+                holders = [*state.idle_holders.values(), *(r for r in state.running if not r.holds_all)]
                 candidates = retraction_order(holders, state.policy)
             victim = next(r for r in candidates if [r] != state.running)
             candidates.remove(victim)
             retracted |= victim.status is RequestStatus.RUNNING
             admission.preempt(victim, PreemptReason.GROWTH, None)
         return retracted
-
-    @staticmethod
-    def _num_blocks_to_grow(state: SchedulerState) -> int:
-        blocks = state.blocks
-        return sum(
-            max(0, blocks.blocks_for(r.num_tokens) - len(blocks.table(r.request_id))) for r in state.running
-        )

@@ -5,6 +5,8 @@ plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the sa
 calls give the same plans.
 """
 
+from typing import cast
+
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
@@ -19,7 +21,7 @@ from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
 
-_NOTHING: frozenset[int] = frozenset()
+_new_tuple = tuple.__new__  # a named tuple's own constructor takes twice the time
 
 
 class Scheduler:
@@ -111,6 +113,10 @@ class Scheduler:
         assert spec.request_id not in self._state.requests
         self._state.limits.check_tenant(spec)
         request = Request(spec, self._num_arrivals, now)
+        pool_tokens = self.blocks.num_blocks * self.blocks.block_size
+        request.num_tokens_max = min(
+            request.max_known_tokens, self.config.max_context_tokens, pool_tokens + 1
+        )
         events = self._make_room(request, now)
         self._num_arrivals += 1
         self._state.enqueue(request)
@@ -173,74 +179,73 @@ class Scheduler:
             request = self._state.requests[request_id]
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         self._discipline.fill(self._state, draft)
-        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate, now)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
 
         Returns:
-            Sampled tokens, and the ends they cause, in the order of the plan's grants.
+            Failures and sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
+        state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
+        planned_at = plan.now
+        failures, sampled = result.failures, result.sampled
         events: list[SchedulerEvent] = []
-        for grant in plan.grants:
-            request = self._state.requests.get(grant.request_id)
-            if request is None or request.status is not RequestStatus.RUNNING:
+        producers: list[Request] = []
+        ended: list[Request] = []
+        for granted, start, num_tokens, _, output_index in plan.grants:
+            request = cast("Request", granted)
+            if request.status is not running:
+                continue  # it ended, was preempted or parked meanwhile
+            request_id = request.request_id
+            if failures and request_id in failures:
+                events.append(state.fail(request, failures[request_id], now))
                 continue
-            assert request.num_computed_tokens == grant.start
-            error = result.failures.get(grant.request_id)
-            if error is not None:
-                events.append(self._state.fail(request, error, now))
-                continue
-            request.num_computed_tokens += len(grant.token_ids)
-            self.blocks.confirm(request, request.num_computed_tokens)
-            if grant.output_index is not None:
-                events.extend(self._append(request, result.sampled[grant.request_id], now))
+            num_computed = start + num_tokens
+            request.num_computed_tokens = num_computed
+            request.idle_since = planned_at
+            if output_index is not None:
+                token_id = sampled[request_id]
+                if output_index == 0:
+                    request.spend(now)  # the first output token ends the prefill
+                request.token_ids.append(token_id)
+                producers.append(request)
+                events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
+                if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
+                    ended.append(request)
+            if num_tokens > 1 or not output_index or not num_computed % block_size:
+                state.computed(request)  # anything but a decode inside a block
+        self.policy.produced(producers)
+        for request in ended:
+            events.extend(self._end(request, now))
         return events
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
 
-    def _grants(self, draft: StepDraft) -> tuple[Grant, ...]:
-        return tuple(
-            self._grant(self._state.requests[request_id], num_tokens)
-            for request_id, num_tokens in draft.granted.items()
-        )
+    @staticmethod
+    def _grants(draft: StepDraft) -> tuple[Grant, ...]:
+        grants: list[Grant] = []
+        for request, num_tokens in draft.granted.items():
+            start = request.num_computed_tokens
+            end, num_known = start + num_tokens, len(request.token_ids)
+            output_index = end - request.num_prompt_tokens if end == num_known else None
+            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, output_index)))
+        return tuple(grants)
 
-    def _grant(self, request: Request, num_tokens: int) -> Grant:
-        start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        sampling = request.spec.sampling
-        banned = _NOTHING
-        if samples and request.num_output_tokens < sampling.min_tokens:
-            banned = request.spec.eos_token_ids.union(sampling.stop_token_ids)
-        return Grant(
-            request_id=request.request_id,
-            start=start,
-            token_ids=request.token_ids[start : start + num_tokens],
-            block_table=self.blocks.table(request.request_id),
-            output_index=request.num_output_tokens if samples else None,
-            sampling=sampling,
-            banned_token_ids=banned,
-            level=request.level,
-        )
-
-    def _append(self, request: Request, token_id: int, now: float) -> list[SchedulerEvent]:
-        index = request.num_output_tokens
-        if index == 0:
-            request.spend(now)  # the first output token ends the prefill
-        request.token_ids.append(token_id)
-        self.policy.produced(request)
-        events: list[SchedulerEvent] = [TokensSampled(request.request_id, index, (token_id,))]
-        spec = request.spec
-        may_stop = index + 1 >= spec.sampling.min_tokens
-        if may_stop and token_id in spec.eos_token_ids:
-            events.append(self._state.finish(request, FinishReason.STOP, now))
-        elif may_stop and token_id in spec.sampling.stop_token_ids:
-            reason = FinishReason.STOP_TOKEN
-            events.append(self._state.finish(request, reason, now, stop_token_id=token_id))
-        elif index + 1 >= spec.sampling.max_tokens or request.num_tokens >= self.config.max_context_tokens:
-            events.append(self._state.finish(request, FinishReason.LENGTH, now))
-        elif self.blocks.blocks_for(request.num_tokens) > self.blocks.num_blocks:
-            events.append(self._state.finish(request, FinishReason.CAPACITY, now))
-        return events
+    def _end(self, request: Request, now: float) -> list[SchedulerEvent]:
+        """The end of a request, if its last output token or its length is one."""
+        spec, token_id = request.spec, request.token_ids[-1]
+        if request.num_output_tokens >= spec.sampling.min_tokens:
+            if token_id in spec.eos_token_ids:
+                return [self._state.finish(request, FinishReason.STOP, now)]
+            if token_id in spec.sampling.stop_token_ids:
+                reason = FinishReason.STOP_TOKEN
+                return [self._state.finish(request, reason, now, stop_token_id=token_id)]
+        longest = min(request.max_known_tokens, self.config.max_context_tokens)
+        if request.num_tokens >= longest:
+            return [self._state.finish(request, FinishReason.LENGTH, now)]
+        if request.num_tokens >= request.num_tokens_max:
+            return [self._state.finish(request, FinishReason.CAPACITY, now)]
+        return []

@@ -4,8 +4,7 @@ Every move keeps the block manager, the queue and the running list in step, and
 returns the event that tells of it.
 """
 
-from bisect import insort
-from itertools import chain
+from bisect import bisect_left, insort
 
 from engine.errors import VorrangError
 from engine.events import Failed, Finished, Preempted, Resumed, Started
@@ -23,6 +22,10 @@ class SchedulerState:
 
     Attributes:
         running: requests that hold a seat, in policy order.
+        prefilling: those of them that still compute what is known, in the same order.
+        decoding: the others: they miss their last output token alone.
+        growing: decoding requests whose next token has no block yet.
+        idle_holders: requests that hold blocks without a seat: parked, or waiting after they were.
         waiting: requests that wait, never admitted or preempted, in policy order.
         parked: requests that are not to be computed; they may hold blocks.
         requests: all that are alive, by id.
@@ -35,6 +38,10 @@ class SchedulerState:
         self.policy = policy
         self.blocks = blocks
         self.running: list[Request] = []
+        self.prefilling: list[Request] = []
+        self.decoding: list[Request] = []
+        self.growing: dict[RequestId, Request] = {}
+        self.idle_holders: dict[RequestId, Request] = {}
         self.waiting = policy.new_queue()
         self.parked: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
@@ -74,14 +81,16 @@ class SchedulerState:
             self.limits.forget(request)
         request.status = RequestStatus.RUNNING
         request.has_started = True
-        insort(self.running, request, key=self.policy.key)
         if hit is None:
+            del self.idle_holders[request.request_id]
             grown = self.blocks.grow(request, num_tokens)
             assert grown, "admission tests promised the blocks"
+            self._seat(request)
             return None
         admitted = self.blocks.admit(request, hit, num_tokens)
         assert admitted, "admission tests promised the blocks"
         request.num_computed_tokens = hit.num_tokens
+        self._seat(request)
         self.policy.admitted(request, hit.num_tokens)
         if is_new:
             request.num_cached_tokens = hit.num_tokens
@@ -99,10 +108,12 @@ class SchedulerState:
         """A request loses its blocks, and its seat if it has one; it keeps its output and its seniority."""
         num_blocks = self.blocks.free(request)
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._unseat(request)
             request.spend(now)
             request.status = RequestStatus.PREEMPTED
             self.waiting.push(request)
+        else:
+            del self.idle_holders[request.request_id]
         request.num_preemptions += 1
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
@@ -120,7 +131,8 @@ class SchedulerState:
         """A request gives back its seat, or leaves the queue, and keeps its blocks."""
         request.spend(now)
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._unseat(request)
+            self.idle_holders[request.request_id] = request
         else:
             self.waiting.discard(request.request_id)
         request.status = RequestStatus.PARKED
@@ -137,8 +149,9 @@ class SchedulerState:
 
     def set_level(self, request: Request, level: int) -> None:
         """Give a request another level, and the place in the order that goes with it."""
+        needs_block = request.request_id in self.growing
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._unseat(request)
         elif request.status is not RequestStatus.PARKED:
             self.waiting.discard(request.request_id)
         self.limits.forget(request)
@@ -147,7 +160,9 @@ class SchedulerState:
         if not request.has_started:
             self.limits.add(request)
         if request.status is RequestStatus.RUNNING:
-            insort(self.running, request, key=self.policy.key)
+            self._seat(request)
+            if needs_block:
+                self.growing[request.request_id] = request
         elif request.status is not RequestStatus.PARKED:
             self.waiting.push(request)
         self.starvation.watch(request)
@@ -170,24 +185,43 @@ class SchedulerState:
         self._leave(request, now)
         return Failed(request.request_id, error, request.usage())
 
-    def idle_holders(self) -> list[Request]:
-        """Requests that hold blocks without a seat: parked, or waiting after they were."""
-        return [r for r in chain(self.parked.values(), self.unparked()) if self.blocks.holds(r.request_id)]
+    def computed(self, request: Request) -> None:
+        """Sees to it that full blocks are findable, and that a request stands where it should.
 
-    def unparked(self) -> list[Request]:
-        """Waiting requests that kept their blocks while they were parked."""
-        if self.blocks.num_owners == len(self.running):
-            return []
-        return [r for r in self.waiting if self.blocks.holds(r.request_id)]
+        To be called when a running request has computed anything but a decode inside a block.
+        """
+        self.blocks.confirm(request, request.num_computed_tokens)
+        if request.is_prefilling:
+            return
+        if request.num_tokens > len(request.block_table) * self.blocks.block_size:
+            self.growing[request.request_id] = request
+        position = bisect_left(self.prefilling, self.policy.key(request), key=self.policy.key)
+        if position < len(self.prefilling) and self.prefilling[position] is request:
+            del self.prefilling[position]
+            insort(self.decoding, request, key=self.policy.key)
+
+    def running_from(self, urgency: int) -> list[Request]:
+        """Running requests of this urgency and less urgent ones, in policy order."""
+        return self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
+
+    def _seat(self, request: Request) -> None:
+        insort(self.running, request, key=self.policy.key)
+        insort(self.prefilling if request.is_prefilling else self.decoding, request, key=self.policy.key)
+
+    def _unseat(self, request: Request) -> None:
+        self.running.remove(request)
+        (self.prefilling if request.is_prefilling else self.decoding).remove(request)
+        self.growing.pop(request.request_id, None)
 
     def _leave(self, request: Request, now: float) -> None:
         request.spend(now)
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
+            self._unseat(request)
         elif request.status is RequestStatus.PARKED:
             del self.parked[request.request_id]
         else:
             self.waiting.discard(request.request_id)
+        self.idle_holders.pop(request.request_id, None)
         if self.blocks.holds(request.request_id):
             self.blocks.free(request)
         self.limits.forget(request)
@@ -202,6 +236,13 @@ class SchedulerState:
         self.waiting.check_integrity()
         assert len(self.running) <= self.config.max_running_requests
         assert self.running == sorted(self.running, key=self.policy.key)
+        assert self.prefilling == [r for r in self.running if r.is_prefilling]
+        assert self.decoding == [r for r in self.running if not r.is_prefilling]
+        assert self.growing.keys() == {
+            r.request_id for r in self.decoding if r.num_tokens > len(r.block_table) * self.blocks.block_size
+        }
+        holders = {i for i, r in self.requests.items() if self.blocks.holds(i) and r not in self.running}
+        assert self.idle_holders.keys() == holders
         assert len(self.running) + len(self.waiting) + len(self.parked) == len(self.requests)
         for request in self.requests.values():
             self._check_request(request)
@@ -218,7 +259,7 @@ class SchedulerState:
         assert request.has_started or not holds
         if holds:
             assert 0 <= request.num_computed_tokens < request.num_tokens
-            num_held_tokens = len(self.blocks.table(request.request_id)) * self.blocks.block_size
+            num_held_tokens = len(request.block_table) * self.blocks.block_size
             assert num_held_tokens >= request.num_computed_tokens
         else:
             assert request.num_computed_tokens == 0

@@ -10,7 +10,7 @@ tokens that are really computed, so static batching looks better here than it is
 from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import StepDraft
-from engine.scheduler.prefill import PrefillPass, is_prefilling
+from engine.scheduler.prefill import PrefillPass
 from engine.scheduler.state import SchedulerState
 
 
@@ -28,8 +28,7 @@ class Static:
         if not state.running:
             PrefillPass(state, draft, Admission(state, draft, for_good=True)).run(starved)
             return
-        for request in sorted(filter(is_prefilling, state.running), key=state.policy.rank):
+        for request in sorted(state.prefilling, key=state.policy.rank):
             draft.grant_chunk(request, state.config.max_chunk_tokens)
         if not draft.granted:
-            for request in state.running:
-                draft.grant(request, 1)  # its blocks were taken when it was admitted
+            draft.grant_one_each(state.decoding)  # their blocks were taken when they were admitted

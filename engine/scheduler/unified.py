@@ -6,7 +6,6 @@ Large Language Model Serving with PagedAttention", SOSP 2023, and its successor
 scheduler), made aware of urgency: see docs/SCHEDULING.md for the numbered rules.
 """
 
-from engine.request import RequestStatus
 from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import StepDraft
@@ -26,7 +25,9 @@ class Unified:
         """Grant tokens, admit, preempt; all of it written into ``draft``."""
         starved = state.starvation.update(draft.now)
         admission = Admission(state, draft)
-        for request in [r for r in state.running if r.num_missing_tokens == 1]:
-            if request.status is RequestStatus.RUNNING and admission.make_room_to_grow(request):
+        admission.let_decodes_grow()
+        draft.grant_one_each(state.decoding)
+        for request in state.prefilling:
+            if request.num_missing_tokens == 1:
                 draft.grant(request, 1)
         PrefillPass(state, draft, admission).run(starved)

@@ -127,7 +127,7 @@ class Recorder:
         most_urgent_waiting = min((level for level, n in self._waiting.items() if n), default=None)
         inverted = False
         for grant in plan.grants:
-            num_tokens = len(grant.token_ids)
+            num_tokens = grant.num_tokens
             recording.num_computed_tokens += num_tokens
             record = recording.records[grant.request_id]
             end = grant.start + num_tokens

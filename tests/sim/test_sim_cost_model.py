@@ -1,10 +1,9 @@
 import pytest
 
-from engine.request import RequestId
 from engine.runner.simulated import SimulatedRunner, size_of
-from engine.sampling import SamplingParams
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Plan
 from engine.sim.profiles import PROFILES, HardwareProfile, StepSize, UnknownProfile, profile_named
+from tests.support.grants import grant
 
 PLAIN = HardwareProfile(
     name="plain",
@@ -30,10 +29,6 @@ FULL = HardwareProfile(
     attention_pair_ns=4.0,
     mixed_kv_token_us=0.25,
 )
-
-
-def grant(name, start, num_tokens, output_index=None):
-    return Grant(RequestId(name), start, [0] * num_tokens, [], output_index, SamplingParams())
 
 
 def plan(*grants):

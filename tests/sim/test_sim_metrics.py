@@ -5,12 +5,12 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.events import Finished, Preempted, Resumed, Started, TokensSampled
 from engine.request import FinishReason, PreemptReason, RequestId, Usage
-from engine.sampling import SamplingParams
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Plan
 from engine.sim import metrics
 from engine.sim.metrics import Distribution, Target, distribution, parse_target, report
 from engine.sim.recorder import Recorder
 from engine.sim.workload import SimRequest
+from tests.support.grants import grant as new_grant
 
 URGENT, LAZY = -10, 10
 
@@ -54,7 +54,7 @@ def name(index):
 
 
 def grant(index, start, num_tokens, output_index=None, level=0):
-    return Grant(name(index), start, [0] * num_tokens, [], output_index, SamplingParams(), level=level)
+    return new_grant(name(index), start, num_tokens, output_index, level=level)
 
 
 def one_served(level=0):

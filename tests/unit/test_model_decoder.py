@@ -8,7 +8,8 @@ from engine.models.registry import load
 from engine.request import RequestId
 from engine.runner.batch import build_batch
 from engine.sampling import SamplingParams
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Plan
+from tests.support.grants import grant
 from tests.support.models import default_model, reference_generate, reference_model, tiny_llama
 
 LLAMA3 = {
@@ -41,8 +42,8 @@ def _prompt(length, seed=0):
     return torch.randint(3, 259, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _grant(name, tokens, start, table, index, sampling=GREEDY, **more):
-    return Grant(RequestId(name), start, tokens, table, index, sampling, **more)
+def _grant(name, tokens, start, table, index, sampling=GREEDY):
+    return grant(name, start, len(tokens), index, token_ids=tokens, block_table=table, sampling=sampling)
 
 
 def _all_logits(loaded, tokens, cuts=()):
@@ -161,9 +162,8 @@ def test_banned_ids_of_a_grant_are_not_sampled(tmp_path):
     loaded = _load(tmp_path)
     first = loaded.model.run(Plan(1, (_grant("a", [5, 6], 0, [1], 0),))).sampled["a"]
 
-    other = loaded.model.run(
-        Plan(2, (_grant("a", [5, 6], 0, [1], 0, banned_token_ids=frozenset({first})),))
-    ).sampled["a"]
+    not_yet = SamplingParams(temperature=0.0, max_tokens=64, min_tokens=1, stop_token_ids=(first,))
+    other = loaded.model.run(Plan(2, (_grant("a", [5, 6], 0, [1], 0, not_yet),))).sampled["a"]
 
     assert other != first
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.events import Preempted, Resumed
-from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
+from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.sampling import SamplingParams
 from engine.scheduler.config import InvalidSetting, SchedulerConfig
 from engine.scheduler.eviction import retraction_order
@@ -199,6 +199,7 @@ def test_who_was_admitted_in_the_same_step_is_charged_in_full():
 
 def test_outputs_are_reserved_for_up_to_4096_tokens():
     runs, newcomer = request("runs", 4, 1, max_tokens=9000), request("new", 8, max_tokens=8000)
+    runs.status = RequestStatus.RUNNING
     state = SimpleNamespace(running=[runs], blocks=BlockManager(4, 4))
     reserve = OutputReserve(state, 0.5)
     assert reserve.num_blocks(newcomer, 8, ()) == (4096 + 4 + 4096 / 2) / 4
@@ -208,6 +209,7 @@ def test_outputs_are_reserved_for_up_to_4096_tokens():
 def test_a_replayed_request_needs_prompt_and_output():  # SGLang 12
     # SGLang charges the whole max_new once more; ours what may still come.
     runs, replayed = request("runs", 4, 1), request("replayed", 367, 438, max_tokens=500)
+    runs.status = RequestStatus.RUNNING
     state = SimpleNamespace(running=[runs], blocks=BlockManager(4, 1))
     assert replayed.num_tokens == 805  # what admission asks blocks for
     assert OutputReserve(state, 0.0).num_blocks(replayed, 805, ()) == 500 - 438 + 1
