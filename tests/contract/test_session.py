@@ -324,7 +324,7 @@ async def test_a_second_start_with_the_same_id_is_rejected_and_the_first_goes_on
 
 
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "naïve", "a\nb"])
-async def test_a_bad_request_id_is_rejected(channel: Any, request_id: str) -> None:
+async def test_a_bad_request_id_is_rejected(channel: Any, request_id: str) -> None:  # SGLang 42
     async with open_session(channel) as session:
         await session.start(request_id)
         rejected = await session.event("command_rejected")

@@ -115,7 +115,7 @@ async def test_greedy_output_alone_equals_transformers_generate():
 
 
 @pytest.mark.asyncio
-async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():
+async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():  # vLLM 68
     config = SchedulerConfig(max_running_requests=4, max_step_tokens=48, max_chunk_tokens=16)
     engine = Engine(SmallPool(12), default_model().tokenizer, config, check_integrity=True)
     async with asyncio.TaskGroup() as group:
@@ -184,7 +184,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_preemption_after_every_kth_token_changes_no_token(
     tiny: LoadedModel, sampling: SamplingParams, prefix_cache: bool
-) -> None:
+) -> None:  # vLLM 68
     outputs = run_preempted(tiny, sampling, list(range(41)), prefix_cache=prefix_cache)
     assert len(outputs[0]) == 41
     assert {k: tokens == outputs[0] for k, tokens in outputs.items()} == dict.fromkeys(range(41), True)

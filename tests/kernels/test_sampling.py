@@ -211,7 +211,7 @@ def test_noise_of_a_token_does_not_depend_on_which_others_are_left():
     assert torch.equal(gumbel_noise(11, 4, some), everyone[some])
 
 
-def test_a_row_draws_the_same_alone_and_in_any_batch():
+def test_a_row_draws_the_same_alone_and_in_any_batch():  # vLLM 69: in draws
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(20, 400, generator=generator) * 2
     settings = {

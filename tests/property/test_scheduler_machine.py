@@ -167,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600 if MIN_STEPS <= 100_000 else 0)
-def test_any_calls_in_any_order_keep_every_invariant():
+def test_any_calls_in_any_order_keep_every_invariant():  # vLLM 36
     SchedulerMachine.num_steps = SchedulerMachine.num_preemptions = 0
     rounds = 0
     while SchedulerMachine.num_steps < MIN_STEPS:

@@ -147,7 +147,7 @@ async def test_a_cancel_overtakes_everything_else_in_the_inbox():
         assert not any(isinstance(e, LevelChanged) for e in handle.take())
 
 
-async def test_cancelling_before_it_was_ever_planned():
+async def test_cancelling_before_it_was_ever_planned():  # SGLang 44
     async with serving() as engine:
         handle = engine.submit(spec("a"))
         handle.cancel()
@@ -170,7 +170,7 @@ async def test_a_new_level_is_acknowledged():
 
 
 @pytest.mark.parametrize("at", range(8))
-async def test_a_stop_string_ends_the_request_wherever_it_stands(at):
+async def test_a_stop_string_ends_the_request_wherever_it_stands(at):  # vLLM 66
     whole = bytes(expected_output(b"hello", 8)).decode()
     stop = whole[at]
     async with serving() as engine:
@@ -190,7 +190,7 @@ async def test_text_held_back_is_flushed_at_the_end():
     assert events[-1].reason is FinishReason.LENGTH
 
 
-async def test_the_text_of_a_stop_token_is_left_out():
+async def test_the_text_of_a_stop_token_is_left_out():  # vLLM 66
     out = expected_output(b"hello", 8)
     async with serving() as engine:
         events = await collect(engine.submit(spec("a", stop_token_ids=(out[3],))))
@@ -230,7 +230,7 @@ async def test_a_request_whose_text_fails_fails_alone():
     assert good_events[-1].reason is FinishReason.LENGTH
 
 
-async def test_a_reader_that_does_not_read_costs_only_itself():
+async def test_a_reader_that_does_not_read_costs_only_itself():  # vLLM 65
     async with serving(max_buffered_tokens=10) as engine:
         slow, quick = engine.submit(spec("slow", max_tokens=50)), engine.submit(spec("quick", max_tokens=50))
         events = await collect(quick)
@@ -248,7 +248,7 @@ async def test_refusals_are_raised_at_once():
         assert engine.statistics().num_alive == 0
 
 
-async def test_draining_refuses_newcomers_and_finishes_the_others():
+async def test_draining_refuses_newcomers_and_finishes_the_others():  # vLLM 64: pause by waiting
     async with serving() as engine:
         handle = engine.submit(spec("a"))
         engine.drain()
@@ -266,7 +266,7 @@ async def test_stopping_the_engine_fails_what_is_alive():
         assert isinstance(handle.take()[-1].error, Draining)
 
 
-async def test_cancelling_all_ends_each_with_its_output():
+async def test_cancelling_all_ends_each_with_its_output():  # vLLM 64: pause by aborting
     async with serving() as engine:
         handles = [engine.submit(spec(f"r{i}", max_tokens=100)) for i in range(5)]
         engine.cancel_all(FinishReason.TIME_LIMIT)

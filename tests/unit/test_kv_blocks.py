@@ -1,4 +1,4 @@
-"""Blocks, free list and prefix index. "vLLM n" names a behaviour that its own test suite pins down."""
+"""Blocks, free list and prefix index. "vLLM n" names a behaviour of docs/PEERS.md."""
 
 import pytest
 
@@ -129,7 +129,7 @@ def test_growing_without_a_free_block_changes_nothing():
     manager.check_integrity()
 
 
-def test_salts_do_not_share():  # vLLM 54
+def test_salts_do_not_share():  # vLLM 54, SGLang 34
     manager = BlockManager(8, 4)
     admit(manager, "a", range(9), "tenant-a")
     assert manager.match(Owner("b", range(9), "tenant-b")).blocks == ()

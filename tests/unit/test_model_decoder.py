@@ -97,7 +97,7 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("cuts", [(1,), (8, 16), (5, 6, 7, 50), tuple(range(1, 61))])
-def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(cuts, tmp_path):
+def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(cuts, tmp_path):  # vLLM 69: to rounding
     tiny_llama(tmp_path)
     loaded = _load(tmp_path)
     tokens = _prompt(61)
@@ -107,7 +107,7 @@ def test_a_prompt_in_chunks_gives_the_logits_of_the_whole(cuts, tmp_path):
     assert _relative_error(_all_logits(loaded, tokens, cuts), whole) <= 2e-5
 
 
-def test_a_mixed_batch_samples_what_each_request_would_alone(tmp_path):
+def test_a_mixed_batch_samples_what_each_request_would_alone(tmp_path):  # vLLM 69: in tokens
     tiny_llama(tmp_path)
     loaded = _load(tmp_path)
     drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=5)

@@ -1,9 +1,8 @@
 """The discipline ``prefill_first``: prefills before decodes, five budgets, retraction.
 
-"SGLang n" names behaviours that its own test suite pins down; where ours is deliberately
-different the test says so. SGLang 9 (decodes mixed into a prefill step) has no
-counterpart: whoever wants that wants the unified discipline. SGLang 13 (sliding
-windows) has none either. 22 (status of an abort) is the server's table.
+"SGLang n" names behaviours that its own test suite pins down, numbered as in docs/PEERS.md;
+where ours is deliberately different the test says so. Decodes mixed into a prefill step have
+no counterpart here: whoever wants that wants the unified discipline.
 """
 
 from types import SimpleNamespace
@@ -215,7 +214,7 @@ def test_a_replayed_request_needs_prompt_and_output():  # SGLang 12
     assert OutputReserve(state, 0.0).num_blocks(replayed, 805, ()) == 500 - 438 + 1
 
 
-def test_with_nothing_running_anything_that_fits_is_admitted():  # SGLang 29, 33
+def test_with_nothing_running_anything_that_fits_is_admitted():  # SGLang 29, SGLang 33
     # SGLang shortens the output to what fits; ours runs until it really outgrows the pool.
     driver = prefill_first(num_blocks=8, block_size=64, max_step_tokens=512, max_chunk_tokens=512)
     driver.submit("near", 447, max_tokens=1)
@@ -306,7 +305,7 @@ def test_the_shortest_output_goes_first_then_the_longest_prompt():  # SGLang 25
     assert order(long_out, short_in, long_in) == ["long in", "short in", "long out"]
 
 
-def test_urgency_decides_before_length():  # SGLang 26; with us always, there an option
+def test_urgency_decides_before_length():  # SGLang 26, SGLang 27: always here, there an option
     urgent = request("urgent", 50, 0, level=-10)
     batch = request("batch", 5, 30, level=10)
     assert order(urgent, batch) == ["batch", "urgent"]
@@ -441,7 +440,7 @@ def test_the_level_gap_decides(gap, preempts):  # SGLang 21
     driver.finish()
 
 
-def test_a_victims_reserve_counts_as_room():  # SGLang 1, 7: the offset shrinks with the victim
+def test_a_victims_reserve_counts_as_room():  # SGLang 1, SGLang 7: the offset shrinks with the victim
     driver = prefill_first(num_blocks=24, block_size=4)
     driver.submit("small", 4, level=10, max_tokens=2)
     driver.submit("large", 4, level=10, max_tokens=40)
@@ -495,11 +494,11 @@ def flood(**config):
     return steps
 
 
-def test_prefills_may_hold_up_a_decode_for_ever():  # as SGLang does
+def test_prefills_may_hold_up_a_decode_for_ever():  # SGLang 30: never armed by default
     assert not any(flood())
 
 
-def test_a_bounded_gap_lets_a_decode_go_first():
+def test_a_bounded_gap_lets_a_decode_go_first():  # SGLang 30: there decodes hold up prefills
     # Granted at 1 s; at 2 and 3 s it has waited 1 and 2 s, at 4 s three.
     assert flood(max_decode_gap_ms=2000) == [False, False, True] * 3
 

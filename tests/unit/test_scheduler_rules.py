@@ -1,6 +1,6 @@
 """The numbered rules of docs/SCHEDULING.md, each by a small scenario.
 
-"vLLM n" and "SGLang n" name behaviours that those projects' own test suites pin down, in our numbering.
+"vLLM n" and "SGLang n" name behaviours that those projects' own test suites pin down (docs/PEERS.md).
 """
 
 import pytest
@@ -73,7 +73,7 @@ def test_a_more_urgent_arrival_takes_the_token_budget_from_a_prefill_under_way()
 @pytest.mark.parametrize(
     ("levels", "order"),
     [([2, 0, 1], "bca"), ([0, 0, 0], "abc"), ([2, 1, 1, 0], "dbca")],
-)  # vLLM 26-28
+)  # vLLM 26, vLLM 27, vLLM 28
 def test_priority_then_arrival(levels, order):
     driver = Driver(max_running_requests=8, num_blocks=64, max_step_tokens=64)
     for name, level in zip("abcd", levels, strict=False):
@@ -200,7 +200,7 @@ def test_a_pool_full_of_batch_work_gives_way_with_the_fewest_victims():
     driver.finish()
 
 
-def test_equals_are_never_preempted_for_an_arrival():  # SGLang 3, 5
+def test_equals_are_never_preempted_for_an_arrival():  # SGLang 3, SGLang 5
     driver = Driver(max_running_requests=1)
     driver.submit("a", level=0, max_tokens=6)
     driver.step()
@@ -220,7 +220,7 @@ def test_the_level_gap_decides(gap, preempts):  # SGLang 21
     assert driver.preemptions("a") == preempts
 
 
-def test_nobody_is_evicted_when_evicting_all_would_not_help():  # SGLang 4, 24
+def test_nobody_is_evicted_when_evicting_all_would_not_help():  # SGLang 4, SGLang 24
     driver = Driver(num_blocks=10)
     driver.submit("equal", 16, level=-10, max_tokens=20)
     driver.submit("batch", 8, level=10, max_tokens=20)
@@ -410,7 +410,7 @@ def test_a_preempted_request_keeps_output_and_seniority_and_hits_its_own_blocks(
 
 @pytest.mark.parametrize("every", range(1, 41))
 @pytest.mark.parametrize("seed", [None, 7])
-def test_a_preemption_after_every_kth_token_changes_nothing(every, seed):
+def test_a_preemption_after_every_kth_token_changes_nothing(every, seed):  # vLLM 68
     driver = Driver(max_running_requests=1, num_blocks=32, prefix_cache=every % 2 == 0)
     more = {} if seed is None else {"seed": seed}
     driver.submit("a", 9, max_tokens=41, **more)
@@ -551,7 +551,7 @@ def test_commands_for_unknown_requests_do_nothing():
 # Ends
 
 
-def test_stop_tokens_end_the_output_and_belong_to_it():  # vLLM 7, 8
+def test_stop_tokens_end_the_output_and_belong_to_it():  # vLLM 7, vLLM 8
     prompt = [5, 6, 7]
     out = expected_output(prompt, 6)
     driver = Driver()
@@ -622,7 +622,7 @@ def test_failing_a_request_frees_it():
     driver.finish()
 
 
-def test_the_first_admission_tells_what_the_cache_gave():  # vLLM 40, 41
+def test_the_first_admission_tells_what_the_cache_gave():  # vLLM 40
     driver = Driver(max_step_tokens=120, max_chunk_tokens=120, num_blocks=64, block_size=16)
     prompt = list(range(100))
     driver.submit("a", prompt, max_tokens=4)
@@ -869,7 +869,7 @@ def test_no_step_is_spent_on_an_expired_request():
 # Parking
 
 
-def test_parking_gives_back_the_seat_and_keeps_the_blocks():
+def test_parking_gives_back_the_seat_and_keeps_the_blocks():  # vLLM 46: there a pause keeps the seat
     driver = Driver(max_running_requests=1, num_blocks=32)
     driver.submit("a", 8, max_tokens=6)
     driver.submit("b", 8, max_tokens=2)
@@ -936,7 +936,7 @@ def test_cancelling_a_parked_request_frees_it():
 # Queue limits and displacement
 
 
-def test_a_more_urgent_newcomer_displaces_the_least_urgent_queued_request():  # SGLang 19, 20
+def test_a_more_urgent_newcomer_displaces_the_least_urgent_queued_request():  # SGLang 19, SGLang 20
     driver = Driver(max_running_requests=1, max_waiting_requests=2)
     driver.submit("runs", level=-20)
     driver.step()

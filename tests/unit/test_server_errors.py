@@ -84,6 +84,7 @@ async def raiser() -> AsyncIterator[Raiser]:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
 async def test_every_row_survives_the_way_to_a_client(raiser: Raiser, kind: type[e.VorrangError]) -> None:
+    # SGLang 22: the status of a refusal reaches the client as it was meant.
     raiser.error = EXAMPLES[kind]()
     failure = await raiser.call()
     status = status_in(failure)  # checks that code and message agree with the call's
