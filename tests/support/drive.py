@@ -305,6 +305,8 @@ class Driver:
         for waiting in self.scheduler.waiting():
             if waiting.request_id in preempted_now or not self.is_admissible(waiting):
                 break  # whoever comes after it may be kept behind it
+            if self.waits_for_prefix(waiting, plan):
+                break
             assert plan.num_tokens == self.config.max_step_tokens, (
                 f"{waiting.request_id} fits but was left out"
             )
@@ -314,6 +316,24 @@ class Driver:
                 if self.key(request) > self.key(waiting):
                     assert len(grant.token_ids) == 1
                     assert grant.request_id not in admitted
+
+    def waits_for_prefix(self, waiting: Request, plan: Plan) -> bool:
+        """12: somebody who runs computes enough of its prompt right now."""
+        if not self.blocks.enable_prefix_cache or self.blocks.holds(waiting.request_id):
+            return False
+        granted = {grant.request_id for grant in plan.grants}
+        full = plan.num_tokens == self.config.max_step_tokens
+        for running in self.scheduler.running():
+            num_alike = 0
+            for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
+                if mine != theirs or waiting.cache_salt != running.cache_salt:
+                    break
+                num_alike += 1
+            num_alike -= num_alike % self.blocks.block_size
+            if num_alike - running.num_computed_tokens >= self.config.prefix_wait_tokens:
+                assert full or running.request_id in granted, "a prefill that is waited for stands still"
+                return True
+        return False
 
     def is_admissible(self, waiting: Request) -> bool:
         """Whether it would fit if all that it may evict were gone."""
