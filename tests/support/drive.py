@@ -16,6 +16,7 @@ from typing import NamedTuple
 from engine.errors import VorrangError
 from engine.events import (
     TERMINAL,
+    Failed,
     Finished,
     Preempted,
     Resumed,
@@ -33,6 +34,16 @@ from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
 from tests.support import oracle
 from tests.support.readback import ReadBackRunner, Text, text_of
+
+
+def grants(plan: Plan) -> dict[str, int]:
+    """Tokens granted, by request, in the order of the plan."""
+    return {str(grant.request_id): len(grant.token_ids) for grant in plan.grants}
+
+
+def events(plan: Plan, kind) -> list:
+    """A plan's events of one kind."""
+    return [event for event in plan.events if isinstance(event, kind)]
 
 
 @dataclass(slots=True)
@@ -124,7 +135,7 @@ class Driver:
         self.longest = 0
         self.num_forced: Counter[RequestId] = Counter()
         self.max_wait_s = max(self.config.class_config(level).max_wait_s for level in (-10, 0, 10))
-        self.was_kept_by_decodes = False  # somebody could have been admitted, but the last step decoded
+        self.decoded_last = False  # the last step of prefill_first was one of decodes
 
     # What can be done
 
@@ -220,7 +231,10 @@ class Driver:
             result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
         for command in between:
             self.apply(command)
+        seated = {r.request_id for r in self.scheduler.running()}
+        must_fail = [g.request_id for g in plan.grants if g.request_id in seated & result.failures.keys()]
         self.book(self.scheduler.commit(plan, result, self.now + 0.5))
+        assert all(isinstance(self.seen[request_id].terminal, Failed) for request_id in must_fail)
         self.check(step=True)
         return plan
 
@@ -351,9 +365,12 @@ class Driver:
         self.num_forced.update(
             e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
         )
-        self.check_preemptions(plan, before.idle)
+        self.check_preemptions(plan, before.idle, after.seated)
         oracle.check_watermark(self, before, after)
+        oracle.check_growth(self, plan, before, after)
+        oracle.check_victims(self, plan, before, after)
         self.check_overtaking(plan, before, after)
+        oracle.check_order(self, plan, before, after)
 
     def check_stalls(self, plan: Plan):
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""
@@ -383,10 +400,12 @@ class Driver:
     def key(self, request: Request) -> tuple[int, int]:
         return self.urgency(request), request.arrival_seq
 
-    def check_preemptions(self, plan: Plan, idle_before: set[RequestId]):
+    def check_preemptions(self, plan: Plan, idle_before: set[RequestId], seated: set[RequestId]):
         """5: for an arrival only across a level gap; for growth only who comes later."""
         for_arrivals: list[RequestId] = []
         for event in plan.events:
+            if isinstance(event, Preempted):
+                assert event.request_id not in seated, "admitted in the step that preempted it"
             if isinstance(event, Preempted) and event.beneficiary is not None:
                 victim = self.scheduler.find(event.request_id)
                 winner = self.scheduler.find(event.beneficiary)
@@ -408,10 +427,10 @@ class Driver:
 
         The starved tier is excepted, and ``static`` admits nobody to a batch under way. A
         decode step of ``prefill_first`` admits nobody either; it may only precede a step of
-        prefills that could be formed when a bounded decode gap is set, and never twice in a row.
+        prefills that could be formed when a bounded decode gap is set (never twice in a row:
+        ``oracle.check_order``).
         """
         config = self.config
-        was_kept, self.was_kept_by_decodes = self.was_kept_by_decodes, False
         if config.discipline == "static" or any(r.is_starved for r in after.alive):
             return
         preempted_now = {e.request_id for e in plan.events if isinstance(e, Preempted)}
@@ -426,8 +445,7 @@ class Driver:
         if config.discipline == "prefill_first":
             if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
                 assert config.prefill_first_max_decode_gap_ms is not None, "somebody could prefill"
-                assert not was_kept, "two decode steps in a row while somebody could prefill"
-                self.was_kept_by_decodes = True
+                assert not self.decoded_last, "two decode steps in a row while somebody could prefill"
                 return
             is_full |= plan.num_tokens == config.prefill_first_max_input_tokens
             is_full |= plan.num_tokens == config.prefill_first_max_chunk_tokens

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from engine.errors import Displaced, PoolExceeded, QueueFull, TenantQuotaExceeded, VorrangError
 from engine.events import Failed, Finished, LevelChanged, Preempted, SchedulerEvent
 from engine.priority import class_of
-from engine.request import FinishReason, Request, RequestId, RequestSpec
+from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.plan import Plan
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 #: Ends that come of the output itself; the others come from outside.
 NATURAL = (FinishReason.STOP, FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.CAPACITY)
+FOR_ARRIVALS = (PreemptReason.SEATS, PreemptReason.BLOCKS)
 _NOBODY: frozenset[int] = frozenset()
 
 
@@ -87,7 +88,76 @@ def check_cached(driver: "Driver", seen: "Seen", num_tokens: int) -> None:
     ), "a prefix was found that nobody of this salt had"
 
 
-# Rules 3 and 7
+# Rules 2, 3, 6 and 7
+
+
+def check_order(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+    """Rule 2: prefills under way are served in policy order; ``prefill_first`` decodes only when it may."""
+    granted = {grant.request_id: len(grant.token_ids) for grant in plan.grants}
+    prefills = [r for r in after.running if r.num_missing_tokens > 1 and r.request_id in before.seated]
+    starving = any(r.is_starved for r in after.running + after.waiting)
+    if driver.config.discipline == "prefill_first" and granted:
+        members = [r for r in after.running if r.request_id in granted]
+        decodes = may_be_decodes(members, before)
+        if decodes and prefills:
+            assert starving or driver.config.prefill_first_max_decode_gap_ms is not None
+            assert not driver.decoded_last, "two decode steps in a row while a prefill is under way"
+        driver.decoded_last = decodes and any(map(is_decoding, members))
+        if not decodes:
+            assert len(granted) <= driver.config.prefill_first_max_requests
+            assert plan.num_tokens <= driver.config.prefill_first_max_input_tokens
+            assert plan.num_tokens <= driver.config.prefill_first_max_chunk_tokens
+    if len(prefills) < 2 or starving or any(isinstance(e, Preempted) for e in plan.events):
+        return  # the starved have a share of their own; what a victim gives back goes to its beneficiary
+    for first in prefills:
+        if granted.get(first.request_id, 0) < min(first.num_missing_tokens, driver.config.max_chunk_tokens):
+            for second in prefills:
+                late = driver.comes_after(second, first) and second.request_id in granted
+                assert not late, f"{second.request_id} computed while {first.request_id} could have"
+
+
+def check_growth(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+    """Rule 5: nobody gives way to growth while somebody who must go before it keeps its seat."""
+    for event in plan.events:
+        if not isinstance(event, Preempted) or event.reason is not PreemptReason.GROWTH:
+            continue
+        victim = driver.scheduler.find(event.request_id)
+        if victim is None or event.request_id in before.idle:
+            continue
+        others = [r for r in after.running if r.request_id in before.seated and not r.holds_all]
+        if driver.config.discipline == "prefill_first":  # the least urgent of the batch
+            assert all(driver.urgency(r) <= driver.urgency(victim) for r in others)
+        elif event.beneficiary is None and not driver.blocks.enable_prefix_cache:
+            assert not any(driver.key(r) > driver.key(victim) for r in others), "gave itself up too early"
+
+
+def check_victims(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+    """Rule 6: nobody gives way in vain, and nobody while a worse level that holds as much keeps its place.
+
+    Judged where it is certain: in steps in which ``unified`` preempts for one arrival alone.
+    """
+    victims = [e for e in plan.events if isinstance(e, Preempted) and e.reason in FOR_ARRIVALS]
+    if not victims or driver.config.discipline != "unified" or any(r.is_starved for r in after.alive):
+        return
+    admitted = [r for r in after.running if r.request_id not in before.seated]
+    if len(admitted) != 1 or before.idle:
+        return
+    (winner,) = admitted
+    share = max(_rules(driver.config, level).watermark for level in (winner.level, 0))
+    num_spare = driver.blocks.num_free_blocks - math.ceil(share * driver.blocks.num_blocks)
+    for event in victims:
+        victim = driver.scheduler.find(event.request_id)
+        assert victim is not None
+        num_held = driver.blocks.blocks_for(victim.num_tokens)
+        in_vain = num_spare >= num_held and len(after.seated) < driver.config.max_running_requests
+        assert not in_vain, f"{victim.request_id} gave way in vain"
+        if driver.blocks.enable_prefix_cache:
+            continue  # what they share decides as well
+        for other in after.running:
+            if other is not winner and driver.urgency(other) > driver.urgency(victim):
+                kept = driver.is_evictable(other, winner)
+                kept &= len(driver.blocks.table(other.request_id)) >= num_held
+                assert not kept, f"{victim.request_id} gave way instead of {other.request_id}"
 
 
 def check_watermark(driver: "Driver", before: "Standing", after: "Standing") -> None:

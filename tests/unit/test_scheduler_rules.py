@@ -41,18 +41,6 @@ def test_all_fit_and_run_in_order_of_arrival():  # vLLM 1
     assert driver.running() == names
 
 
-def test_prompts_are_cut_into_chunks_within_the_budget():  # vLLM 4
-    driver = Driver(
-        max_running_requests=4, max_step_tokens=1024, max_chunk_tokens=400, num_blocks=200,
-        block_size=16, max_context_tokens=2048,
-    )  # fmt: skip
-    for name in "abc":
-        driver.submit(name, 800)
-    assert grants(driver.step()) == {"a": 400, "b": 400, "c": 224}
-    assert grants(driver.step()) == {"a": 400, "b": 400, "c": 224}
-    assert grants(driver.step()) == {"a": 1, "b": 1, "c": 352}
-
-
 def test_decodes_come_before_a_more_urgent_prefill():
     driver = Driver(max_running_requests=3, max_step_tokens=6)
     driver.submit("decode", 4, level=10)
@@ -166,38 +154,6 @@ def test_a_head_that_does_not_fit_does_not_stop_prefills_under_way():
 
 
 # Rule 4: preempting for an arrival
-
-
-def test_seats_full_of_batch_work_an_urgent_request_runs_in_the_next_step():
-    driver = Driver(max_running_requests=3, num_blocks=64)
-    for i in range(5):
-        driver.submit(f"batch{i}", 8, level=10, max_tokens=40)
-    driver.step()
-    driver.step()
-    driver.submit("urgent", 8, level=-10)
-    plan = driver.step()
-    (preempted,) = events(plan, Preempted)
-    assert preempted.reason is PreemptReason.SEATS
-    assert preempted.beneficiary == "urgent"
-    assert grants(plan)["urgent"] == 8
-    assert driver.running()[0] == "urgent"
-    assert len(driver.running()) == 3
-    driver.finish()
-
-
-def test_a_pool_full_of_batch_work_gives_way_with_the_fewest_victims():
-    driver = Driver(num_blocks=12, max_step_tokens=64, max_chunk_tokens=32)
-    for name, size in (("small", 7), ("large", 19), ("other", 18)):
-        driver.submit(name, size, level=10, max_tokens=20)
-    driver.step()
-    assert driver.blocks.num_free_blocks == 0
-    driver.submit("urgent", 16, level=-10)
-    plan = driver.step()
-    (preempted,) = events(plan, Preempted)
-    assert preempted.reason is PreemptReason.BLOCKS
-    assert preempted.request_id != "small"
-    assert "urgent" in grants(plan)
-    driver.finish()
 
 
 def test_equals_are_never_preempted_for_an_arrival():  # SGLang 3, 5
@@ -442,18 +398,6 @@ def test_requests_that_can_never_run_are_refused_with_the_numbers():
         driver.submit("level", 4, level=101)
     driver.submit("fits", 15, max_tokens=1)
     driver.finish()
-
-
-def test_an_output_that_outgrows_the_pool_ends_with_what_it_has():
-    driver = Driver(num_blocks=4, block_size=4)
-    driver.submit("grows", 10, max_tokens=100)
-    driver.submit("other", 4, max_tokens=3)
-    driver.finish()
-    end = driver.terminal("grows")
-    assert isinstance(end, Finished)
-    assert end.reason is FinishReason.CAPACITY
-    assert len(driver.tokens("grows")) == 7  # 17 known tokens need a fifth block
-    assert driver.terminal("other").reason is FinishReason.LENGTH
 
 
 @pytest.mark.parametrize("discipline", ["unified", "prefill_first", "static"])
@@ -755,13 +699,6 @@ def bypassed(max_bypass, num_small=10):
     for _ in range(12):
         passed += sum("small" in e.request_id for e in events(driver.step(), Started))
     return driver, passed
-
-
-def test_small_requests_pass_a_misfit_at_most_max_bypass_times():
-    driver, passed = bypassed(max_bypass=3)
-    assert passed == 3
-    assert driver.waiting()[0] == "large"
-    driver.finish()
 
 
 def test_without_bypass_the_queue_is_served_strictly_in_order():
