@@ -98,12 +98,12 @@ def check_order(driver: "Driver", plan: Plan, before: "Standing", after: "Standi
     starving = any(r.is_starved for r in after.running + after.waiting)
     if driver.config.discipline == "prefill_first" and granted:
         members = [r for r in after.running if r.request_id in granted]
-        decodes = may_be_decodes(members, before)
+        decodes = may_be_decodes(members, before) and any(map(is_decoding, members))
         if decodes and prefills:
             assert starving or driver.config.prefill_first_max_decode_gap_ms is not None
             assert not driver.decoded_last, "two decode steps in a row while a prefill is under way"
-        driver.decoded_last = decodes and any(map(is_decoding, members))
-        if not decodes:
+        driver.decoded_last = decodes
+        if not may_be_decodes(members, before):
             assert len(granted) <= driver.config.prefill_first_max_requests
             assert plan.num_tokens <= driver.config.prefill_first_max_input_tokens
             assert plan.num_tokens <= driver.config.prefill_first_max_chunk_tokens
