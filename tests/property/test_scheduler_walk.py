@@ -6,10 +6,12 @@ failing run; this one goes further for the same time.
 """
 
 import os
+import textwrap
 
 import pytest
 
-from tests.support.walk import walk
+from engine.scheduler.scheduler import Scheduler
+from tests.support.walk import WalkFailed, walk
 
 NUM_WALKS = 10
 NUM_STEPS = int(os.environ.get("VORRANG_WALK_STEPS", "100000")) // NUM_WALKS
@@ -60,3 +62,22 @@ def test_a_random_walk_keeps_every_invariant(seed):
         if visited[what] < least * min(1.0, NUM_STEPS / 10_000)
     }
     assert not missed, "(visited, wanted)"
+
+
+def test_a_broken_scheduler_is_found_and_a_short_script_shows_it(monkeypatch):
+    commit = Scheduler.commit
+
+    def forgetful(self, plan, result, now):
+        events = commit(self, plan, result, now)
+        return events[1:] if len(plan.grants) > 1 else events
+
+    monkeypatch.setattr(Scheduler, "commit", forgetful)
+    monkeypatch.setattr("tests.support.walk.MAX_SHORTENING_STEPS", 10_000)
+    with pytest.raises(WalkFailed) as failed:
+        walk(7, 10_000)
+    told = str(failed.value)
+    assert "VORRANG_WALK_EPISODE=7/" in told
+    script = textwrap.dedent(told[told.index("  from tests.support.walk") :])
+    assert len(script.splitlines()) < 12
+    with pytest.raises(AssertionError):
+        exec(script, {})

@@ -9,9 +9,7 @@ single rules.
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 from engine.errors import VorrangError
 from engine.events import (
@@ -34,6 +32,7 @@ from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
 from tests.support import oracle
 from tests.support.readback import ReadBackRunner, Text, text_of
+from tests.support.seen import Seen, Standing
 
 
 def grants(plan: Plan) -> dict[str, int]:
@@ -44,53 +43,6 @@ def grants(plan: Plan) -> dict[str, int]:
 def events(plan: Plan, kind) -> list:
     """A plan's events of one kind."""
     return [event for event in plan.events if isinstance(event, kind)]
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a client would have seen of one request, and what it must see.
-
-    Attributes:
-        end: output tokens, and reason, with which it ends if nothing is done to it.
-        progress_at: when it last arrived or got a token.
-        idle_at: the same for ageing, which also begins anew when it is unparked or preempted.
-        num_earlier: older requests alive at ``progress_at``.
-        disturbed: preempted or parked by hand; it can't ask for a bounded wait.
-        num_passed: admissions of later requests that passed it while it waited.
-    """
-
-    spec: RequestSpec
-    expected: list[int]
-    end: tuple[int, FinishReason]
-    progress_at: float
-    idle_at: float
-    num_earlier: int
-    tokens: list[int] = field(default_factory=list)
-    events: list[SchedulerEvent] = field(default_factory=list)
-    terminal: SchedulerEvent | None = None
-    holds: bool = False
-    started: bool = False
-    num_preemptions: int = 0
-    num_tokens_at_resume: int | None = None
-    num_passed: int = 0
-    starved: bool = False
-    disturbed: bool = False
-
-
-class Standing(NamedTuple):
-    """Who stood where at one moment."""
-
-    running: tuple[Request, ...]
-    waiting: tuple[Request, ...]
-    parked: tuple[Request, ...]
-    num_alive: int
-    seated: set[RequestId]
-    idle: set[RequestId]  # holds blocks without a seat
-
-    @property
-    def alive(self) -> tuple[Request, ...]:
-        """All of them."""
-        return self.running + self.waiting + self.parked
 
 
 class Driver:

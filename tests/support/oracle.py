@@ -15,9 +15,10 @@ from engine.priority import class_of
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.plan import Plan
+from tests.support.seen import Seen, Standing
 
 if TYPE_CHECKING:
-    from tests.support.drive import Driver, Seen, Standing
+    from tests.support.drive import Driver
 
 #: Ends that come of the output itself; the others come from outside.
 NATURAL = (FinishReason.STOP, FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.CAPACITY)
@@ -43,7 +44,7 @@ def natural_end(spec: RequestSpec, expected: Sequence[int], pool_tokens: int) ->
     return num_fitting + 1, FinishReason.CAPACITY
 
 
-def check_end(driver: "Driver", seen: "Seen", event: Finished) -> None:
+def check_end(driver: "Driver", seen: Seen, event: Finished) -> None:
     """An output ends where it must: not before, not after, and for that reason."""
     num_tokens, reason = seen.end
     if event.reason in NATURAL:
@@ -75,7 +76,7 @@ def check_deadlines(driver: "Driver", plan: Plan) -> None:
 # The cache
 
 
-def check_cached(driver: "Driver", seen: "Seen", num_tokens: int) -> None:
+def check_cached(driver: "Driver", seen: Seen, num_tokens: int) -> None:
     """A prefix is found only where somebody of the same salt had it."""
     assert num_tokens < len(seen.spec.prompt_token_ids)
     prefix = driver.texts[seen.spec.request_id].token_ids[:num_tokens]
@@ -91,7 +92,7 @@ def check_cached(driver: "Driver", seen: "Seen", num_tokens: int) -> None:
 # Rules 2, 3, 6 and 7
 
 
-def check_order(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
     """Rule 2: prefills under way are served in policy order; ``prefill_first`` decodes only when it may."""
     granted = {grant.request_id: len(grant.token_ids) for grant in plan.grants}
     prefills = [r for r in after.running if r.num_missing_tokens > 1 and r.request_id in before.seated]
@@ -116,7 +117,7 @@ def check_order(driver: "Driver", plan: Plan, before: "Standing", after: "Standi
                 assert not late, f"{second.request_id} computed while {first.request_id} could have"
 
 
-def check_growth(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+def check_growth(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
     """Rule 5: nobody gives way to growth while somebody who must go before it keeps its seat."""
     for event in plan.events:
         if not isinstance(event, Preempted) or event.reason is not PreemptReason.GROWTH:
@@ -131,7 +132,7 @@ def check_growth(driver: "Driver", plan: Plan, before: "Standing", after: "Stand
             assert not any(driver.key(r) > driver.key(victim) for r in others), "gave itself up too early"
 
 
-def check_victims(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
     """Rule 6: nobody gives way in vain, and nobody while a worse level that holds as much keeps its place.
 
     Judged where it is certain: in steps in which ``unified`` preempts for one arrival alone.
@@ -160,7 +161,7 @@ def check_victims(driver: "Driver", plan: Plan, before: "Standing", after: "Stan
                 assert not kept, f"{victim.request_id} gave way instead of {other.request_id}"
 
 
-def check_watermark(driver: "Driver", before: "Standing", after: "Standing") -> None:
+def check_watermark(driver: "Driver", before: Standing, after: Standing) -> None:
     """Rule 3: whoever is admitted beside others leaves its watermark free; not the starved and the unparked.
 
     Called before the events of the plan are booked. Whoever was admitted last found all others seated.
@@ -188,7 +189,7 @@ def had_its_quantum(driver: "Driver", request_id: RequestId) -> bool:
 # Rule 8
 
 
-def check_bypass(driver: "Driver", before: "Standing", after: "Standing") -> None:
+def check_bypass(driver: "Driver", before: Standing, after: Standing) -> None:
     """Rule 8: at most ``max_bypass`` later ones are admitted past a request that waits; the starved may."""
     if not before.waiting or after.seated <= before.seated:
         return
@@ -203,7 +204,7 @@ def check_bypass(driver: "Driver", before: "Standing", after: "Standing") -> Non
 # Rule 9
 
 
-def check_ageing(driver: "Driver", plan: Plan, before: "Standing", after: "Standing") -> None:
+def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
     """Rule 9: who waits too long is starved, and the oldest of them is served before anybody else."""
     starved: list[Request] = []
     for request in after.running + after.waiting:
@@ -221,7 +222,7 @@ def check_ageing(driver: "Driver", plan: Plan, before: "Standing", after: "Stand
 
 
 def check_share(
-    driver: "Driver", plan: Plan, before: "Standing", after: "Standing", starved: list[Request]
+    driver: "Driver", plan: Plan, before: Standing, after: Standing, starved: list[Request]
 ) -> None:
     """The reserved share: tokens for the oldest if it is seated, else a seat and blocks."""
     discipline = driver.config.discipline
@@ -275,7 +276,7 @@ def is_decoding(request: Request) -> bool:
     return request.num_missing_tokens == 1 and request.num_output_tokens > 0
 
 
-def may_be_decodes(granted: Sequence[Request], before: "Standing") -> bool:
+def may_be_decodes(granted: Sequence[Request], before: Standing) -> bool:
     """Whether ``prefill_first`` may have decoded; such a step also computes a prompt's last token alone."""
     return all(r.num_missing_tokens == 1 and r.request_id in before.seated for r in granted)
 
