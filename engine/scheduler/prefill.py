@@ -9,6 +9,14 @@ from engine.scheduler.state import SchedulerState
 MAX_SCAN, MAX_PREFIX_WAITERS = 16, 64
 
 
+def grant_decodes(state: SchedulerState, draft: StepDraft) -> None:
+    """A token for every decode, and for prompts that miss a single one: they cost as little."""
+    draft.grant_one_each(state.decoding)
+    for request in state.prefilling:
+        if request.num_missing_tokens == 1:
+            draft.grant(request, 1)
+
+
 class PrefillPass:
     """Fills what is left of a step with the share of the starved, then prefill chunks and admissions.
 
@@ -36,7 +44,8 @@ class PrefillPass:
 
         A seat needs no keeping: the starved are served before anybody else is admitted.
         """
-        num_tokens = self._config.num_reserved_tokens(self._draft.budget_tokens)
+        # One even of no budget: whoever it evicts gives tokens back.
+        num_tokens = max(1, self._config.num_reserved_tokens(self._draft.budget_tokens))
         num_seats = self._config.num_reserved_seats
         num_seats -= sum(request.status is RequestStatus.RUNNING for request in starved)
         for request in starved:

@@ -179,7 +179,7 @@ class Scheduler:
             request = self._state.requests[request_id]
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         self._discipline.fill(self._state, draft)
-        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate, now)
+        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
@@ -188,7 +188,6 @@ class Scheduler:
             Failures and sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        planned_at = plan.now
         failures, sampled = result.failures, result.sampled
         events: list[SchedulerEvent] = []
         producers: list[Request] = []
@@ -203,7 +202,6 @@ class Scheduler:
                 continue
             num_computed = start + num_tokens
             request.num_computed_tokens = num_computed
-            request.idle_since = planned_at
             if output_index is not None:
                 token_id = sampled[request_id]
                 if output_index == 0:
@@ -228,6 +226,7 @@ class Scheduler:
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
         grants: list[Grant] = []
         for request, num_tokens in draft.granted.items():
+            request.idle_since = draft.now
             start = request.num_computed_tokens
             end, num_known = start + num_tokens, len(request.token_ids)
             output_index = end - request.num_prompt_tokens if end == num_known else None

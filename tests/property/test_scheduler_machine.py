@@ -43,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         more=st.fixed_dictionaries(
             {
+                "prefix_wait_tokens": st.sampled_from([256, 1, 4, 12]),
                 "max_bypass": st.sampled_from([0, 0, 1, 3]),
                 "max_wait_s": st.sampled_from([1e9, 1e9, 60.0, 8.0]),
                 "resume_quantum_tokens": st.sampled_from([0, 2, 5]),

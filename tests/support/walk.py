@@ -136,6 +136,7 @@ class Episode:
             "preempt_level_gap": pick([1, 1, 5]),
             "watermark": pick([0.0, 0.0, 0.02, 0.3]),
             "prefix_cache": rng.random() < 0.6,
+            "prefix_wait_tokens": pick([256, 1, 4, 12]),
             "max_bypass": pick([0, 0, 1, 3]),
             "max_wait_s": pick([1e9, 1e9, 1e9, 1e9, 60.0, 12.0]),
             "resume_quantum_tokens": pick([0, 2, 5]),

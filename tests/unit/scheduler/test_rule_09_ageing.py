@@ -59,3 +59,23 @@ def test_a_prefill_without_tokens_gets_the_reserved_share():
     granted = [grants(driver.step()).get("batch", 0) for _ in range(12)]
     assert granted == [0, 0] + [2] * 10  # a tenth of the 20 tokens
     driver.finish()
+
+
+def test_a_starved_request_gets_the_token_of_whoever_it_evicts():
+    driver = Driver(max_running_requests=1, max_step_tokens=1, max_chunk_tokens=1, max_wait_s=3.0)
+    driver.submit("first", 2, max_tokens=4)
+    driver.submit("starves", 2, max_tokens=4)
+    while "starves" not in driver.running():
+        driver.step()
+    driver.step()
+    driver.step()
+    driver.park("starves")
+    driver.submit("next", 2, max_tokens=20)
+    for _ in range(3):
+        driver.step()
+    driver.set_level("starves", -1)
+    driver.unpark("starves")
+    plan = driver.step()  # the whole budget was granted to a decode before
+    assert [g.request_id for g in plan.grants] == ["starves"]
+    assert driver.preemptions("next") == 1
+    driver.finish()
