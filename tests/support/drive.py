@@ -396,6 +396,8 @@ class Driver:
         is_full = plan.num_tokens == config.max_step_tokens
         if config.discipline == "prefill_first":
             if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
+                if preempted_now:
+                    return  # what a retraction frees comes after prefills were tried
                 assert config.prefill_first_max_decode_gap_ms is not None, "somebody could prefill"
                 assert not self.decoded_last, "two decode steps in a row while somebody could prefill"
                 return
