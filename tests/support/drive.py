@@ -137,6 +137,8 @@ class Driver:
             seen.disturbed = True  # whoever asks for it can't ask for a bound
             seen.idle_at = self.now
         events = self.scheduler.apply(command, self.now)
+        assert seen is not None or not events, "a command to one that has ended did something"  # 7
+        assert all(event.request_id == command.request_id for event in events)
         self.book(events)
         self.check()
         return events
