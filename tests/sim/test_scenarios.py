@@ -269,7 +269,7 @@ def test_an_output_that_outgrows_the_pool_ends_with_what_it_has_and_the_others_g
 # A flood of one tenant
 
 #: Prompt and output tokens of each tenant's requests; "flood" sends ten for each one of theirs.
-TENANTS = {"flood": (16, 16), "a": (8, 4), "b": (16, 8), "c": (32, 16), "d": (64, 32)}
+TENANTS = {"flood": (16, 16), "a": (4, 4), "b": (8, 32), "c": (64, 4), "d": (64, 32)}
 MAX_SEATS, MAX_TOKENS = 4, 4 * 96
 
 
@@ -326,6 +326,6 @@ def test_by_priority_alone_the_same_flood_takes_most_and_the_others_get_what_the
     service, _ = served("priority")
     others = [service[tenant] for tenant in "abcd"]
     print(f"priority: {dict(service)}, Jain {jain(others):.3f}, all {jain(service.values()):.3f}")
-    assert jain(others) < 0.75
+    assert jain(others) < 0.8
     assert jain(service.values()) < 0.6
     assert service["flood"] > sum(others)

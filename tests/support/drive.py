@@ -137,6 +137,8 @@ class Driver:
             seen.disturbed = True  # whoever asks for it can't ask for a bound
             seen.idle_at = self.now
         events = self.scheduler.apply(command, self.now)
+        assert seen is not None or not events, "a command to one that has ended did something"  # 7
+        assert all(event.request_id == command.request_id for event in events)
         self.book(events)
         self.check()
         return events
@@ -396,6 +398,8 @@ class Driver:
         is_full = plan.num_tokens == config.max_step_tokens
         if config.discipline == "prefill_first":
             if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
+                if preempted_now:
+                    return  # what a retraction frees comes after prefills were tried
                 assert config.prefill_first_max_decode_gap_ms is not None, "somebody could prefill"
                 assert not self.decoded_last, "two decode steps in a row while somebody could prefill"
                 return
