@@ -30,7 +30,7 @@ AT_LEAST = {
     "kept out by blocks": 900,
     "kept out by watermark": 180,
     "kept out by budget": 25,
-    "kept out by prefix": 50,
+    "kept out by prefix": 10,
     "kept out by just_preempted": 50,
     "steps with a fence": 120,
     "starved": 80,
