@@ -192,8 +192,8 @@ class Scheduler:
         events: list[SchedulerEvent] = []
         producers: list[Request] = []
         ended: list[Request] = []
-        for granted, start, num_tokens, _, output_index in plan.grants:
-            request = cast("Request", granted)
+        grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
+        for request, start, num_tokens, _, output_index in grants:
             if request.status is not running:
                 continue  # it ended, was preempted or parked meanwhile
             request_id = request.request_id
@@ -225,8 +225,9 @@ class Scheduler:
     @staticmethod
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
         grants: list[Grant] = []
+        now = draft.now
         for request, num_tokens in draft.granted.items():
-            request.idle_since = draft.now
+            request.idle_since = now
             start = request.num_computed_tokens
             end, num_known = start + num_tokens, len(request.token_ids)
             output_index = end - request.num_prompt_tokens if end == num_known else None
