@@ -6,9 +6,36 @@ requests, request ``s`` owning tokens ``query_start[s] .. query_start[s + 1]``;
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+#: How the elements of a weight are kept: exact, rounded, or integers with one scale a row.
+WeightType = Literal["fp32", "bf16", "fp16", "int8"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix ``[num_outputs, num_inputs]`` as the implementation that packed it wants it.
+
+    Attributes:
+        data: the elements; their layout is the implementation's own business.
+        scales: ``[num_outputs]`` float32 where a row has a scale of its own, else None.
+        num_outputs: rows of the matrix.
+        num_inputs: columns of the matrix.
+        weight_type: how the elements are kept.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    num_outputs: int
+    num_inputs: int
+    weight_type: WeightType
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +82,21 @@ class Implementation(Protocol):
     A module whose functions have these names and signatures is one.
     """
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """See ``kernels.ops.set_num_threads``."""
+        ...
+
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See ``kernels.ops.kv_cache_shapes``."""
         ...
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def pack_linear(self, weight: Tensor, weight_type: WeightType) -> PackedWeight:
+        """See ``kernels.ops.pack_linear``."""
+        ...
+
+    def embed(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
         """See ``kernels.ops.embed``."""
         ...
 
@@ -73,12 +108,16 @@ class Implementation(Protocol):
         """See ``kernels.ops.add_rms_norm``."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """See ``kernels.ops.linear``."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``kernels.ops.silu_mul``."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
+        """See ``kernels.ops.gelu_mul``."""
         ...
 
     def rotary_write_kv(
@@ -102,12 +141,22 @@ class Implementation(Protocol):
         query_start: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """See ``kernels.ops.paged_attention``."""
         ...
 
     def gather_last(self, x: Tensor, rows: Tensor) -> Tensor:
         """See ``kernels.ops.gather_last``."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See ``kernels.ops.argmax``."""
+        ...
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """See ``kernels.ops.log_sum_exp``."""
         ...
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:

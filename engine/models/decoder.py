@@ -13,6 +13,7 @@ from engine.models import layers
 from engine.models.config import DecoderConfig
 from engine.models.layers import AttentionInputs, LayerWeights
 from kernels import ops
+from kernels.ops import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +21,25 @@ class DecoderWeights:
     """All weights of a decoder.
 
     Attributes:
-        embedding: ``[vocab, hidden]``.
+        embedding: ``[vocab, hidden]``, packed.
         layers: one entry a layer.
-        norm: ``[hidden]``, after the last layer.
-        lm_head: ``[vocab, hidden]``; the embedding itself when they are tied.
+        norm: ``[hidden]`` float32, after the last layer.
+        lm_head: ``[vocab, hidden]``, packed; the embedding itself when they are tied.
     """
 
-    embedding: Tensor
+    embedding: PackedWeight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weights."""
+        packed = {id(self.embedding): self.embedding, id(self.lm_head): self.lm_head}
+        for layer in self.layers:
+            for projection in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+                packed[id(projection.weight)] = projection.weight
+        return sum(weight.num_bytes for weight in packed.values())
 
 
 class Decoder:
@@ -37,7 +47,7 @@ class Decoder:
 
     Args:
         config: shape and constants.
-        weights: on one device, in one dtype.
+        weights: on one device, packed by the active kernels.
         num_positions: positions to prepare, at most the longest context that will be served.
     """
 
@@ -46,7 +56,7 @@ class Decoder:
         self.weights = weights
         self.num_positions = num_positions
         self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(
-            weights.embedding.device
+            weights.norm.device
         )
 
     def forward(
@@ -75,7 +85,7 @@ class Decoder:
             normed, residual = ops.add_rms_norm(branch, residual, layer.mlp_norm, eps)
             branch = layers.mlp(normed, layer)
         assert branch is not None
-        return residual + branch
+        return residual.add_(branch)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Final norm and LM head of the rows that sample.
@@ -88,4 +98,4 @@ class Decoder:
             ``[R, vocab]`` float32, contiguous.
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
-        return ops.linear(normed, self.weights.lm_head).float()
+        return ops.linear(normed, self.weights.lm_head)

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from engine.models.config import DecoderConfig, RopeConfig
 from kernels import ops
+from kernels.ops import PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,9 @@ class AttentionInputs:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer: weight ``[n_out, n_in]``, bias ``[n_out]`` or none."""
+    """A linear layer: packed weight ``[n_out, n_in]``, bias ``[n_out]`` float32 or none."""
 
-    weight: Tensor
+    weight: PackedWeight
     bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
