@@ -620,13 +620,34 @@ INLINE bool all_finite(const float* x, i64 n)
 
 enum WeightType : i64 { kFp32, kBf16, kFp16, kInt8 };  // in the order of kernels/cpu.py
 
-#define FOR_WEIGHT_TYPE(type, call)    \
-    switch (type) {                    \
+#define FOR_WEIGHT_TYPE(type, call)                  \
+    switch (type) {                                  \
         case kFp32: { using W = Fp32; call; break; } \
         case kBf16: { using W = Bf16; call; break; } \
         case kFp16: { using W = Fp16; call; break; } \
         case kInt8: { using W = Int8; call; break; } \
     }
+
+// As in kernels/cpu.py.
+
+struct Projection {
+    const void* weight;
+    const float *scales, *bias;  // or null
+    i64 type, num_inputs, num_outputs;
+};
+
+struct Layer {
+    const float *attention_norm, *mlp_norm;
+    Projection qkv, attention_out, gate_up, down;
+    float *k_cache, *v_cache;
+};
+
+struct Stack {
+    const Layer* layers;
+    const float* rope;
+    i64 num_layers, num_q_heads, num_kv_heads, head_dim, pages_per_block;
+    float norm_eps, scale;
+};
 
 extern "C" {
 
@@ -701,6 +722,38 @@ void vorrang_paged_attention(float* out, const float* q, const float* k_cache, c
 {
     attention({q, k_cache, v_cache, out, tables, query_start, context_lens, num_requests, table_width, pages_per_block,
                q_stride, num_q_heads, num_kv_heads, head_dim, window, scale, softcap});
+}
+
+// All layers of a decoder. `hidden` is the residual stream, [T, hidden], in and out; `buffer` has room
+// for T rows of all that is taken from it below.
+void vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* positions, const i64* slots,
+                    const i64* tables, const i64* query_start, const i64* context_lens, i64 T, i64 num_requests,
+                    i64 table_width)
+{
+    const i64 Hq = stack->num_q_heads, Hkv = stack->num_kv_heads, D = stack->head_dim;
+    const i64 size = stack->layers[0].qkv.num_inputs;
+    auto project = [T](const Projection& p, float* out, const float* x) {
+        vorrang_linear(p.type, out, x, p.weight, p.scales, p.bias, T, p.num_inputs, p.num_outputs);
+    };
+    auto take = [&buffer, T](i64 width) { float* part = buffer; buffer += T * width; return part; };
+    float *normed = take(size), *branch = take(size), *qkv = take((Hq + 2 * Hkv) * D);
+    float *q = take(Hq * D), *mixed = take(Hq * D);
+    float *gate_up = take(stack->layers[0].gate_up.num_outputs), *product = take(stack->layers[0].down.num_inputs);
+    for (i64 i = 0; i < stack->num_layers; i++) {
+        const Layer& layer = stack->layers[i];
+        if (i == 0) vorrang_rms_norm(normed, hidden, layer.attention_norm, T, size, stack->norm_eps);
+        else vorrang_add_rms_norm(normed, branch, hidden, layer.attention_norm, T, size, stack->norm_eps);
+        project(layer.qkv, qkv, normed);
+        vorrang_rotary_write_kv(q, qkv, stack->rope, positions, slots, layer.k_cache, layer.v_cache, T, Hq, Hkv, D);
+        vorrang_paged_attention(mixed, q, layer.k_cache, layer.v_cache, tables, query_start, context_lens, num_requests,
+                                table_width, stack->pages_per_block, Hq * D, Hq, Hkv, D, 0, stack->scale, 0.0f);
+        project(layer.attention_out, branch, mixed);
+        vorrang_add_rms_norm(normed, branch, hidden, layer.mlp_norm, T, size, stack->norm_eps);
+        project(layer.gate_up, gate_up, normed);
+        vorrang_silu_mul(product, gate_up, T, layer.down.num_inputs);
+        project(layer.down, branch, product);
+    }
+    for (i64 row = 0; row < T; row++) add_row(hidden + row * size, branch + row * size, size);
 }
 
 // The likeliest id, the lowest on ties, and whether every logit is finite.

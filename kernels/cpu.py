@@ -10,19 +10,30 @@ Importing builds the library where the cache has none and raises
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels import cpu_build, sampling
-from kernels.interface import PackedWeight, Sampled, SamplingInputs, WeightType
+from kernels.interface import (
+    AttentionInputs,
+    LayerStack,
+    PackedWeight,
+    Projection,
+    RunLayers,
+    Sampled,
+    SamplingInputs,
+    WeightType,
+)
 from kernels.weights import quantised, rounded
 
 __all__ = [
     "add_rms_norm",
     "argmax",
     "embed",
+    "fuse_layers",
     "gather_last",
     "gelu_mul",
     "kv_cache_shapes",
@@ -68,6 +79,7 @@ _gelu_mul = _function("gelu_mul", "pp", "ii")
 _gelu_tanh_mul = _function("gelu_tanh_mul", "pp", "ii")
 _rotary_write_kv = _function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
 _paged_attention = _function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
+_layers = _function("layers", "p", "pp", "ppppp", "iii")
 _argmax = _function("argmax", "ppp", "ii")
 _log_sum_exp = _function("log_sum_exp", "pp", "ii")
 _panel_bytes = _library.vorrang_panel_bytes
@@ -252,6 +264,121 @@ def paged_attention(
         softcap or 0.0,
     )
     return out
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("type", "num_inputs", "num_outputs")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, _Projection) for name in ("qkv", "attention_out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("rope", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("num_layers", "num_q_heads", "num_kv_heads", "head_dim", "pages_per_block")
+        ),
+        *((name, ctypes.c_float) for name in ("norm_eps", "scale")),
+    )
+
+
+class _FusedLayers:
+    """All layers in one call. Holds the weights whose addresses it gives away, and room for what lies between."""
+
+    def __init__(self, stack: LayerStack) -> None:
+        self._stack = stack
+        self._caches: tuple[Tensor, ...] = ()
+        self._layers = (_Layer * len(stack.layers))(
+            *(
+                _Layer(
+                    layer.attention_norm.data_ptr(),
+                    layer.mlp_norm.data_ptr(),
+                    *map(_projection, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
+                )
+                for layer in stack.layers
+            )
+        )
+        self._struct = _Stack(
+            self._layers,
+            stack.rope.data_ptr(),
+            len(stack.layers),
+            stack.num_q_heads,
+            stack.num_kv_heads,
+            stack.head_dim,
+            0,
+            stack.norm_eps,
+            stack.scale,
+        )
+        self._address = ctypes.addressof(self._struct)
+        layer, q_size = stack.layers[0], stack.num_q_heads * stack.head_dim
+        self._row_floats = (
+            2 * layer.qkv.weight.num_inputs
+            + layer.qkv.weight.num_outputs
+            + 2 * q_size
+            + layer.gate_up.weight.num_outputs
+            + layer.down.weight.num_inputs
+        )
+        self._buffer = torch.empty(0)
+
+    def __call__(
+        self, hidden: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """See ``RunLayers``."""
+        num_tokens = hidden.shape[0]
+        assert _is_plain(hidden)
+        assert inputs.block_tables.is_contiguous()
+        if not self._caches or self._caches[0] is not keys[0]:
+            self._take_caches(keys, values)
+        if self._buffer.numel() < num_tokens * self._row_floats:
+            self._buffer = torch.empty(num_tokens * self._row_floats)
+        _layers(
+            self._address,
+            hidden.data_ptr(),
+            self._buffer.data_ptr(),
+            inputs.positions.data_ptr(),
+            inputs.slots.data_ptr(),
+            inputs.block_tables.data_ptr(),
+            inputs.query_start.data_ptr(),
+            inputs.context_lens.data_ptr(),
+            num_tokens,
+            inputs.context_lens.shape[0],
+            inputs.block_tables.shape[1],
+        )
+        return hidden
+
+    def _take_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._caches = (*keys, *values)
+        self._struct.pages_per_block = keys[0].shape[1]
+        for layer, k_cache, v_cache in zip(self._layers, keys, values, strict=True):
+            layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+
+
+def _projection(projection: Projection) -> _Projection:
+    weight = projection.weight
+    return _Projection(
+        weight.data.data_ptr(),
+        _address(weight.scales),
+        _address(projection.bias),
+        _TYPES[weight.weight_type],
+        weight.num_inputs,
+        weight.num_outputs,
+    )
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers:
+    """One call for all layers instead of nine for each."""
+    return _FusedLayers(stack)
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:

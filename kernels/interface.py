@@ -5,6 +5,7 @@ requests, request ``s`` owning tokens ``query_start[s] .. query_start[s + 1]``;
 ``R`` rows sample. Knows no implementation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -36,6 +37,97 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Memory it takes."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """A linear layer: packed weight ``[n_out, n_in]``, bias ``[n_out]`` float32 or none."""
+
+    weight: PackedWeight
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Weights of one decoder layer.
+
+    Attributes:
+        attention_norm: ``[hidden]``, before attention.
+        qkv: query, key and value projections, fused in this order.
+        attention_out: back to the residual stream.
+        mlp_norm: ``[hidden]``, before the MLP.
+        gate_up: gate and up projections, fused in this order.
+        down: back to the residual stream.
+    """
+
+    attention_norm: Tensor
+    qkv: Projection
+    attention_out: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """Where the step's tokens are.
+
+    Attributes:
+        positions: ``[T]`` int64.
+        slots: ``[T]`` int64.
+        block_tables: ``[S, max_blocks]`` int64.
+        query_start: ``[S + 1]`` int64.
+        context_lens: ``[S]`` int64.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStack:
+    """All layers of a decoder and what they share.
+
+    Attributes:
+        layers: one entry a layer.
+        rope: ``[max_positions, head_dim]``, see ``kernels.ops.rotary_write_kv``.
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+        norm_eps: added to the mean square.
+        scale: of the attention scores.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    rope: Tensor
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    scale: float
+
+
+class RunLayers(Protocol):
+    """A stack of layers as one call."""
+
+    def __call__(
+        self, hidden: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """Compute every layer and store the tokens' KV.
+
+        Args:
+            hidden: ``[T, hidden]`` float32, overwritten.
+            inputs: where the tokens are.
+            keys: one layer's K cache each, always the same ones.
+            values: likewise.
+
+        Returns:
+            The residual stream after the last layer, ``[T, hidden]``, not yet normed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +249,10 @@ class Implementation(Protocol):
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """See ``kernels.ops.log_sum_exp``."""
+        ...
+
+    def fuse_layers(self, stack: LayerStack) -> RunLayers | None:
+        """See ``kernels.ops.fuse_layers``."""
         ...
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:

@@ -9,16 +9,32 @@ is a token's place in the KV cache, ``block * block_size + offset``. ``Hq`` and
 from torch import Tensor
 
 from kernels import registry
-from kernels.interface import PackedWeight, Sampled, SamplingInputs, WeightType
+from kernels.interface import (
+    AttentionInputs,
+    LayerStack,
+    LayerWeights,
+    PackedWeight,
+    Projection,
+    RunLayers,
+    Sampled,
+    SamplingInputs,
+    WeightType,
+)
 
 __all__ = [
+    "AttentionInputs",
+    "LayerStack",
+    "LayerWeights",
     "PackedWeight",
+    "Projection",
+    "RunLayers",
     "Sampled",
     "SamplingInputs",
     "WeightType",
     "add_rms_norm",
     "argmax",
     "embed",
+    "fuse_layers",
     "gather_last",
     "gelu_mul",
     "kv_cache_shapes",
@@ -185,6 +201,16 @@ def paged_attention(
     return registry.active().paged_attention(
         q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window, softcap
     )
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers | None:
+    """All layers of a decoder as one call, where the implementation has such a thing; else None.
+
+    Worth it where a step's work is small beside the cost of some hundred calls.
+
+    Invariant: the same bits as the operations one by one.
+    """
+    return registry.active().fuse_layers(stack)
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.interface import PackedWeight, WeightType
+from kernels.interface import LayerStack, PackedWeight, RunLayers, WeightType
 from kernels.sampling import sample
 from kernels.weights import quantised, rounded
 
@@ -16,6 +16,7 @@ __all__ = [
     "add_rms_norm",
     "argmax",
     "embed",
+    "fuse_layers",
     "gather_last",
     "gelu_mul",
     "kv_cache_shapes",
@@ -195,6 +196,11 @@ def _attend_chunk(
         weights = scores.softmax(dim=-1).view(num_kv_heads, group * rows, seen)
         mixed = torch.bmm(weights, values[:, first:last]).view(num_kv_heads, group, rows, head_dim)
         out[begin:end] = mixed.permute(2, 0, 1, 3).reshape(rows, num_kv_heads * group, head_dim)
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers | None:
+    """The operations one by one will do."""
+    return None
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:

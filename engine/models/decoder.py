@@ -11,9 +11,8 @@ from torch import Tensor
 
 from engine.models import layers
 from engine.models.config import DecoderConfig
-from engine.models.layers import AttentionInputs, LayerWeights
 from kernels import ops
-from kernels.ops import PackedWeight
+from kernels.ops import AttentionInputs, LayerStack, LayerWeights, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +57,17 @@ class Decoder:
         self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(
             weights.norm.device
         )
+        self._run_layers = ops.fuse_layers(
+            LayerStack(
+                weights.layers,
+                self._rope,
+                config.num_q_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.norm_eps,
+                config.head_dim**-0.5,
+            )
+        )
 
     def forward(
         self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
@@ -73,8 +83,10 @@ class Decoder:
         Returns:
             The residual stream after the last layer, ``[T, hidden]``, not yet normed.
         """
-        eps = self.config.norm_eps
         residual = ops.embed(token_ids, self.weights.embedding)
+        if self._run_layers is not None:
+            return self._run_layers(residual, inputs, keys, values)
+        eps = self.config.norm_eps
         branch: Tensor | None = None
         for layer, k_cache, v_cache in zip(self.weights.layers, keys, values, strict=True):
             if branch is None:

@@ -18,9 +18,8 @@ from torch import Tensor
 from engine.models.config import DecoderConfig, read_json
 from engine.models.decoder import DecoderWeights
 from engine.models.errors import InvalidCheckpoint
-from engine.models.layers import LayerWeights, Projection
 from kernels import ops
-from kernels.ops import PackedWeight, WeightType
+from kernels.ops import LayerWeights, PackedWeight, Projection, WeightType
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
