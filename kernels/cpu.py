@@ -294,7 +294,7 @@ class _Stack(ctypes.Structure):
 
 
 class _FusedLayers:
-    """All layers in one call. Holds the weights whose addresses it gives away, and room for what lies between."""
+    """All layers in one call. Holds the weights whose addresses it gives, and room for results between."""
 
     def __init__(self, stack: LayerStack) -> None:
         self._stack = stack

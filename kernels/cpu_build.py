@@ -43,6 +43,14 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vorrang" / "kernels"
 
 
+def capability() -> str:
+    """What the processor can do: ``AVX512``, ``AVX2``, or something else.
+
+    Torch asks for all that compilers mean by these names, and lets ``ATEN_CPU_CAPABILITY`` choose less.
+    """
+    return torch.backends.cpu.get_cpu_capability()
+
+
 def load() -> ctypes.CDLL:
     """The library, built first if the cache has none.
 
@@ -65,7 +73,7 @@ def library() -> Path:
         CpuKernelsUnavailable: the processor has no AVX2, there is no compiler, it
             fails, or the cache cannot be written.
     """
-    target = TARGETS.get(_capability())
+    target = TARGETS.get(capability())
     if target is None:
         raise CpuKernelsUnavailable("the processor has no AVX2")
     compiler = _compiler()
@@ -132,11 +140,6 @@ def _compiler() -> str:
 def _compiler_version(compiler: str) -> str:
     done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False)  # noqa: S603
     return f"{compiler} {done.stdout}"
-
-
-def _capability() -> str:
-    """What the processor can do: ``AVX512``, ``AVX2``, or something else. Torch checks more than the name says."""
-    return torch.backends.cpu.get_cpu_capability()
 
 
 def _source() -> str:

@@ -224,7 +224,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """``log(sum(exp(row)))``, what turns a logit into a log probability: ``[R, vocab]`` to ``[R]`` float32."""
+    """``log(sum(exp(row)))``, which turns logits into log probabilities: ``[R, vocab]`` to ``[R]``."""
     return registry.active().log_sum_exp(logits)
 
 

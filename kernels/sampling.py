@@ -41,7 +41,7 @@ def sample(
     failed = ~finite
     if inputs.banned_ids.numel():
         logits[inputs.banned_rows, inputs.banned_ids] = float("-inf")
-        rows = inputs.banned_rows.unique()
+        rows = torch.tensor(sorted(set(inputs.banned_rows.tolist())), device=logits.device)
         left = logits[rows]
         token_ids[rows] = greedy(left)[0]
         failed[rows] |= left.amax(dim=-1) == float("-inf")

@@ -54,9 +54,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.num_positions = num_positions
-        self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(
-            weights.norm.device
-        )
+        self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(weights.norm.device)
         self._run_layers = ops.fuse_layers(
             LayerStack(
                 weights.layers,

@@ -27,6 +27,21 @@ DEFAULT_BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, slots=True)
+class KernelsChosen:
+    """What computes a model.
+
+    Attributes:
+        name: of the implementation.
+        reason: why this one, in words.
+        weight_type: how the layers' matrices are kept.
+    """
+
+    name: str
+    reason: str
+    weight_type: str
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model, ready to run.
 
@@ -35,12 +50,14 @@ class LoadedModel:
         tokenizer: its tokenizer and chat template.
         model: computes steps; owns weights and KV pool.
         folder: the Hugging Face style folder it came from (converted, for GGUF).
+        kernels: what computes it.
     """
 
     info: ModelInfo
     tokenizer: HfTokenizer
     model: "TorchModel"
     folder: Path
+    kernels: KernelsChosen
 
 
 def default_cache_dir() -> Path:
@@ -118,19 +135,24 @@ def load(
         from engine.models.decoder import Decoder
         from engine.models.loader import load_weights
         from engine.runner.torch_runner import TorchModel
-        from kernels import registry
+        from kernels import registry as implementations
         from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
         if kernels is not None:
-            registry.use(kernels)
+            implementations.use(kernels)
         decoder = Decoder(config, load_weights(folder, config, weights), context_tokens)
+        chosen = KernelsChosen(
+            implementations.active_name(),
+            implementations.active_reason(),
+            decoder.weights.layers[0].qkv.weight.weight_type,
+        )
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
         if num_blocks is None:
             num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
         step_model = TorchModel(
             info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads
         )
-        return LoadedModel(info, tokenizer.result(), step_model, folder)
+        return LoadedModel(info, tokenizer.result(), step_model, folder, chosen)
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

@@ -47,6 +47,11 @@ class TorchModel:
         return self._info
 
     @property
+    def num_threads(self) -> int:
+        """Threads of one operation."""
+        return self._num_threads
+
+    @property
     def pool(self) -> PoolShape:
         """Size of the KV pool."""
         return PoolShape(self._kv.num_blocks, self._kv.block_size)

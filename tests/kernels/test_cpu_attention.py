@@ -27,14 +27,16 @@ NAN = float("nan")
 
 
 class Problem:
-    """Random KV in both layouts; every slot that holds none is poisoned, and no block stands where one expects."""
+    """Random KV in both layouts; every slot that holds none is poisoned, and blocks are in disorder."""
 
     def __init__(self, batch, num_q_heads, num_kv_heads, head_dim, block_size=16, seed=0):
         generator = torch.Generator().manual_seed(seed)
         needs = [-(-context // block_size) for _, context in batch]
         num_blocks = sum(needs) + 3
         order = torch.randperm(num_blocks, generator=generator).tolist()
-        self.tables = torch.full((len(batch), max(needs) + 1), num_blocks + 99)  # reading past the context fails
+        self.tables = torch.full(
+            (len(batch), max(needs) + 1), num_blocks + 99
+        )  # reading past the context fails
         for row, need in enumerate(needs):
             self.tables[row, :need] = torch.tensor([order.pop() for _ in range(need)])
         self.caches = [

@@ -44,7 +44,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """A source that compiles at once."""
-    monkeypatch.setattr(cpu_build, "_source", lambda: "extern \"C\" int vorrang_abi() { return 1; }\n")
+    monkeypatch.setattr(cpu_build, "_source", lambda: 'extern "C" int vorrang_abi() { return 1; }\n')
 
 
 def test_a_library_is_built_once_and_found_again(cache, quick):
@@ -61,7 +61,7 @@ def test_a_library_is_built_once_and_found_again(cache, quick):
 def test_another_source_compiler_or_flag_is_another_library(change, cache, quick, monkeypatch):
     first = cpu_build.library()
     if change == "source":
-        monkeypatch.setattr(cpu_build, "_source", lambda: "extern \"C\" int vorrang_abi() { return 2; }\n")
+        monkeypatch.setattr(cpu_build, "_source", lambda: 'extern "C" int vorrang_abi() { return 2; }\n')
     elif change == "compiler":
         monkeypatch.setattr(cpu_build, "_compiler_version", lambda compiler: "another")
     else:
@@ -125,7 +125,7 @@ def test_no_space_in_the_cache_is_said(cache, quick, monkeypatch):
 
 
 def test_a_processor_without_avx2_is_said(cache, monkeypatch):
-    monkeypatch.setattr(cpu_build, "_capability", lambda: "DEFAULT")
+    monkeypatch.setattr(cpu_build, "capability", lambda: "DEFAULT")
 
     with pytest.raises(CpuKernelsUnavailable, match="AVX2"):
         cpu_build.library()

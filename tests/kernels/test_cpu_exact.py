@@ -1,4 +1,4 @@
-"""Logits of whole models, bit by bit: nothing that is computed beside a row, before it or by whom changes it."""
+"""Logits of whole models, bit by bit: neither what is computed beside a row nor by whom changes it."""
 
 import os
 import subprocess
@@ -23,11 +23,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _cpu():
-    before = registry.active_name()
+def _cpu(_reference):
     registry.use("cpu")
     yield
-    registry.use(before)
     cpu.set_num_threads(1)
 
 
@@ -42,7 +40,9 @@ class Machine:
     """A model whose logits are asked for row by row; each request has blocks of its own."""
 
     def __init__(self, folder, weights, num_blocks=700):
-        loaded = load(folder and str(folder), num_threads=1, num_blocks=num_blocks, weights=weights, kernels="cpu")
+        loaded = load(
+            folder and str(folder), num_threads=1, num_blocks=num_blocks, weights=weights, kernels="cpu"
+        )
         self.vocab = loaded.info.vocab_size
         self.decoder, self.kv = loaded.model._decoder, loaded.model._kv
         self.poison()
@@ -57,7 +57,8 @@ class Machine:
         plan = Plan(
             1,
             tuple(
-                Grant(RequestId(str(r)), start, tokens, self.table(r), 0, GREEDY) for r, tokens, start in grants
+                Grant(RequestId(str(r)), start, tokens, self.table(r), 0, GREEDY)
+                for r, tokens, start in grants
             ),
         )
         batch = build_batch(plan, BLOCK)
@@ -151,7 +152,8 @@ from tests.kernels.test_cpu_attention import BATCHES, OPTIONS, Problem
 g = torch.Generator().manual_seed(0)
 x, out = torch.randn(13, 75, generator=g), []
 for kind in ("fp32", "bf16", "fp16", "int8"):
-    out.append(cpu.linear(x, cpu.pack_linear(torch.randn(50, 75, generator=g), kind), torch.randn(50, generator=g)))
+    weight, bias = torch.randn(50, 75, generator=g), torch.randn(50, generator=g)
+    out.append(cpu.linear(x, cpu.pack_linear(weight, kind), bias))
 out += [cpu.rms_norm(x, torch.randn(75, generator=g), 1e-5), cpu.silu_mul(x[:, :74].contiguous())]
 out += [cpu.gelu_mul(x[:, :74].contiguous(), tanh=True), cpu.log_sum_exp(x * 9)]
 for window, softcap in OPTIONS.values():
@@ -183,5 +185,3 @@ def test_the_builds_for_avx2_and_avx512_compute_the_same_bits(tmp_path):
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_logits_of_the_real_model_depend_on_the_row_alone(weights):
     check_everything(Machine(None, weights), 77)
-
-

@@ -1,4 +1,4 @@
-"""Every operation of the C++ file against the torch reference, and bit by bit against itself in other company."""
+"""Every operation of the C++ file against the reference, and bit by bit against itself in other company."""
 
 import pytest
 import torch
