@@ -7,6 +7,7 @@ neighbours in the file where it has them side by side, which is how
 """
 
 import json
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -100,10 +101,9 @@ class _MappedFile:
             with path.open("rb") as file:
                 header_bytes = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(header_bytes))
-            self._bytes = torch.from_file(
-                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-            )
-        except (SafetensorError, OSError) as error:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        except (SafetensorError, OSError, ValueError) as error:
             raise InvalidCheckpoint(f"{path} is no readable safetensors file: {error}") from error
         self._data_start = 8 + header_bytes
         self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -117,11 +117,24 @@ class _MappedFile:
         """A view into the file, or a copy where its place does not suit its type."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
-        begin, end = (self._data_start + offset for offset in entry["data_offsets"])
+        begin, end = self._place(name)
         if dtype is None or begin % dtype.itemsize:
             copied: Tensor = self._checked.get_tensor(name)
             return copied
         return self._bytes[begin:end].view(dtype).view(entry["shape"])
+
+    def release(self, name: str) -> None:
+        """Give the memory under a tensor back; whoever reads it again reads the file again."""
+        begin, end = self._place(name)
+        begin += -begin % mmap.PAGESIZE
+        length = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, length)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """First byte of a tensor in the file, and the one after its last."""
+        begin, end = self._entries[name]["data_offsets"]
+        return self._data_start + begin, self._data_start + end
 
 
 class _TensorSource:
@@ -141,15 +154,15 @@ class _TensorSource:
 
     def matrix(self, name: str, shape: tuple[int, int]) -> PackedWeight:
         """The tensor ``name``, packed."""
-        return self._packed([self._take(name, shape)])
+        return self._packed({name: shape})
 
     def project(self, prefix: str, rows: dict[str, int], columns: int, bias: bool) -> Projection:
         """The linear layers ``rows`` (name to number of rows), fused along the rows."""
-        weights = [self._take(f"{prefix}.{name}.weight", (count, columns)) for name, count in rows.items()]
+        weight = self._packed({f"{prefix}.{name}.weight": (count, columns) for name, count in rows.items()})
         if not bias:
-            return Projection(self._packed(weights))
+            return Projection(weight)
         biases = [self.vector(f"{prefix}.{name}.bias", count) for name, count in rows.items()]
-        return Projection(self._packed(weights), torch.cat(biases))
+        return Projection(weight, torch.cat(biases))
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor ``name`` as it is in the mapped file."""
@@ -163,14 +176,19 @@ class _TensorSource:
         self._left.discard(name)
         return tensor
 
-    def _packed(self, weights: list[Tensor]) -> PackedWeight:
+    def _packed(self, shapes: dict[str, tuple[int, int]]) -> PackedWeight:
+        """The tensors ``shapes`` stacked along the rows and packed; the file's memory is given back."""
+        weights = [self._take(name, shape) for name, shape in shapes.items()]
         dtypes = {weight.dtype for weight in weights}
         if len(dtypes) > 1:
             weights = [weight.float() for weight in weights]
         weight_type = self._weight_type
         if weight_type == "auto":
             weight_type = _AUTO_TYPES.get(weights[0].dtype, "fp32")
-        return ops.pack_linear(_join(weights), weight_type)
+        packed = ops.pack_linear(_join(weights), weight_type)
+        for name in shapes:
+            self._files[name].release(name)
+        return packed
 
     def ignore(self, name: str) -> None:
         """Do not mind ``name``."""

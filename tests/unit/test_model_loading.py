@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import InvalidCheckpoint, ModelLoadError, ModelNotFound, UnsupportedModel
-from engine.models.loader import load_weights
+from engine.models.loader import _MappedFile, load_weights
 from engine.models.registry import DEFAULT_MODEL_NAME, find_model, load
 from kernels import ops, registry
 from kv.pool import KvLayout, KvPool, PoolAllocationError, default_bytes, free_bytes, num_blocks_for
@@ -237,6 +238,30 @@ def test_a_type_by_name_holds_for_every_matrix_and_takes_less(weight_type, folde
 def test_a_block_size_without_a_layout_is_refused():
     with pytest.raises(PoolAllocationError, match="kv block_size must be a multiple of 16, got 8"):
         KvPool(LAYOUT, num_blocks=4, block_size=8)
+
+
+def _resident_bytes(path):
+    """Memory under the mappings of a file, from the kernel's own books."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [index for index, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [next(line for line in lines[start:] if line.startswith("Rss:")) for start in starts]
+    assert sizes, "not mapped"
+    return sum(int(size.split()[1]) * 1024 for size in sizes)
+
+
+def test_memory_under_a_tensor_is_given_back_and_can_be_read_again(tmp_path):
+    path = tmp_path / "model.safetensors"
+    wanted = torch.randn(1000, 1000)
+    save_file({"a": wanted, "b": torch.ones(5)}, path)
+    file = _MappedFile(path)
+    assert torch.equal(file.tensor("a"), wanted)
+    before = _resident_bytes(path)
+
+    file.release("a")
+    file.release("b")
+
+    assert before - _resident_bytes(path) >= wanted.nbytes * 0.9
+    assert torch.equal(file.tensor("a"), wanted)
 
 
 def test_shards_must_be_there_and_inside_the_folder(tmp_path):
