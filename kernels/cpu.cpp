@@ -270,12 +270,14 @@ void embed(float* out, const i64* ids, i64 num_tokens, const typename W::element
 // Linear: out[t][n] = sum over k of x[t][k] w[n][k], times scale[n], plus bias[n]
 // ---------------------------------------------------------------------------------------------------------
 
-// Tiles of kRows rows and kPanels panels stay in registers: 16 of 8 floats, or 32 of 16.
+// Tiles of kRows rows and kPanels panels stay in registers: 16 of 8 floats, or 32 of 16. A pair of Bf16
+// takes two registers more, and a single sum that finds no place costs more than a row less.
 #ifdef __AVX512F__
-constexpr int kRowsMax = 12;
+template <class W> constexpr int kRowsMax = 12;
 constexpr int panels_of(int) { return 2; }
 #else
-constexpr int kRowsMax = 6;
+template <class W> constexpr int kRowsMax = 6;
+template <> constexpr int kRowsMax<Bf16> = 5;
 constexpr int panels_of(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
 constexpr i64 kUnit = 2;  // panels a thread takes at a time
@@ -352,8 +354,8 @@ template <class W> void linear(const Linear& l)
     for (i64 unit = 0; unit < num_units; unit++) {
         const i64 panel = unit * kUnit, end = std::min(panel + kUnit, num_panels);
         i64 row = 0;
-        rows_of<W, kRowsMax>(l, row, panel, end);
-        if constexpr (kRowsMax > 8) rows_of<W, 8>(l, row, panel, end);
+        rows_of<W, kRowsMax<W>>(l, row, panel, end);
+        if constexpr (kRowsMax<W> > 8) rows_of<W, 8>(l, row, panel, end);
         rows_of<W, 4>(l, row, panel, end);
         rows_of<W, 2>(l, row, panel, end);
         rows_of<W, 1>(l, row, panel, end);
@@ -645,9 +647,28 @@ struct Layer {
 struct Stack {
     const Layer* layers;
     const float* rope;
-    i64 num_layers, num_q_heads, num_kv_heads, head_dim, pages_per_block;
+    i64 num_layers, num_q_heads, num_kv_heads, head_dim, num_positions, num_blocks, pages_per_block;
     float norm_eps, scale;
 };
+
+// Whether a step names only positions, slots and blocks that exist: nothing else stands between a mistake in
+// its making and foreign memory.
+static bool is_sound(const Stack& stack, const i64* positions, const i64* slots, const i64* tables,
+                     const i64* query_start, const i64* context_lens, i64 T, i64 num_requests, i64 table_width)
+{
+    auto within = [](i64 value, i64 end) { return value >= 0 && value < end; };
+    const i64 block_size = stack.pages_per_block * kPage;
+    bool sound = query_start[0] == 0 && query_start[num_requests] == T;
+    for (i64 t = 0; t < T; t++)
+        sound &= within(positions[t], stack.num_positions) && within(slots[t], stack.num_blocks * block_size);
+    for (i64 s = 0; s < num_requests; s++) {
+        const i64 num_tokens = query_start[s + 1] - query_start[s];
+        const i64 num_blocks = (context_lens[s] + block_size - 1) / block_size;
+        sound &= num_tokens > 0 && context_lens[s] >= num_tokens && num_blocks <= table_width;
+        for (i64 b = 0; sound && b < num_blocks; b++) sound = within(tables[s * table_width + b], stack.num_blocks);
+    }
+    return sound;
+}
 
 extern "C" {
 
@@ -725,11 +746,12 @@ void vorrang_paged_attention(float* out, const float* q, const float* k_cache, c
 }
 
 // All layers of a decoder. `hidden` is the residual stream, [T, hidden], in and out; `buffer` has room
-// for T rows of all that is taken from it below.
-void vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* positions, const i64* slots,
+// for T rows of all that is taken from it below. Returns 0, having done nothing, where the step is not sound.
+i64 vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* positions, const i64* slots,
                     const i64* tables, const i64* query_start, const i64* context_lens, i64 T, i64 num_requests,
                     i64 table_width)
 {
+    if (!is_sound(*stack, positions, slots, tables, query_start, context_lens, T, num_requests, table_width)) return 0;
     const i64 Hq = stack->num_q_heads, Hkv = stack->num_kv_heads, D = stack->head_dim;
     const i64 size = stack->layers[0].qkv.num_inputs;
     auto project = [T](const Projection& p, float* out, const float* x) {
@@ -754,6 +776,7 @@ void vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64*
         project(layer.down, branch, product);
     }
     for (i64 row = 0; row < T; row++) add_row(hidden + row * size, branch + row * size, size);
+    return 1;
 }
 
 // The likeliest id, the lowest on ties, and whether every logit is finite.

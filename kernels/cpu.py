@@ -80,6 +80,7 @@ _gelu_tanh_mul = _function("gelu_tanh_mul", "pp", "ii")
 _rotary_write_kv = _function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
 _paged_attention = _function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
 _layers = _function("layers", "p", "pp", "ppppp", "iii")
+_layers.restype = ctypes.c_int64
 _argmax = _function("argmax", "ppp", "ii")
 _log_sum_exp = _function("log_sum_exp", "pp", "ii")
 _panel_bytes = _library.vorrang_panel_bytes
@@ -287,7 +288,15 @@ class _Stack(ctypes.Structure):
         ("rope", ctypes.c_void_p),
         *(
             (name, ctypes.c_int64)
-            for name in ("num_layers", "num_q_heads", "num_kv_heads", "head_dim", "pages_per_block")
+            for name in (
+                "num_layers",
+                "num_q_heads",
+                "num_kv_heads",
+                "head_dim",
+                "num_positions",
+                "num_blocks",
+                "pages_per_block",
+            )
         ),
         *((name, ctypes.c_float) for name in ("norm_eps", "scale")),
     )
@@ -316,7 +325,9 @@ class _FusedLayers:
             stack.num_q_heads,
             stack.num_kv_heads,
             stack.head_dim,
-            0,
+            stack.rope.shape[0],
+            0,  # blocks and
+            0,  # pages of a block: known when the caches are
             stack.norm_eps,
             stack.scale,
         )
@@ -342,7 +353,7 @@ class _FusedLayers:
             self._take_caches(keys, values)
         if self._buffer.numel() < num_tokens * self._row_floats:
             self._buffer = torch.empty(num_tokens * self._row_floats)
-        _layers(
+        done = _layers(
             self._address,
             hidden.data_ptr(),
             self._buffer.data_ptr(),
@@ -355,11 +366,13 @@ class _FusedLayers:
             inputs.context_lens.shape[0],
             inputs.block_tables.shape[1],
         )
+        if not done:
+            raise IndexError("the step names a position, slot or block that does not exist")
         return hidden
 
     def _take_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
         self._caches = (*keys, *values)
-        self._struct.pages_per_block = keys[0].shape[1]
+        self._struct.num_blocks, self._struct.pages_per_block = keys[0].shape[:2]
         for layer, k_cache, v_cache in zip(self._layers, keys, values, strict=True):
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
 

@@ -126,6 +126,9 @@ class RunLayers(Protocol):
 
         Returns:
             The residual stream after the last layer, ``[T, hidden]``, not yet normed.
+
+        Raises:
+            IndexError: a position, slot or block does not exist; nothing was computed.
         """
         ...
 

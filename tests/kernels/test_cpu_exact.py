@@ -144,6 +144,31 @@ def test_a_pool_of_another_size_is_noticed(folder):
     assert torch.equal(first.alone(0, tokens), wanted)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("positions", 512),
+        ("positions", -1),
+        ("slots", 80 * BLOCK),
+        ("slots", -1),
+        ("block_tables", 80),
+        ("block_tables", -1),
+        ("context_lens", 2),
+        ("context_lens", 3 * BLOCK),
+        ("query_start", 1),
+    ],
+)
+def test_a_step_that_names_what_does_not_exist_is_refused_before_anything_is_touched(folder, field, value):
+    machine = Machine(folder, "fp32", num_blocks=80)
+    batch = build_batch(Plan(1, (Grant(RequestId("0"), 0, [5, 6, 7], [3], 0, GREEDY),)), BLOCK)
+    getattr(batch.attention, field).view(-1)[0] = value
+    hidden = torch.zeros(3, 72)
+
+    with pytest.raises(IndexError, match="position, slot or block"):
+        machine.decoder._run_layers(hidden, batch.attention, machine.kv.keys, machine.kv.values)
+    assert all(cache.isnan().all() for cache in machine.kv.keys)
+
+
 _SIGNATURE = """
 import sys, torch
 sys.path[:0] = [{root!r}, {root!r} + "/protos"]
