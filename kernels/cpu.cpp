@@ -100,7 +100,10 @@ INLINE void store(float* p, vec x, i64 n)
     _mm256_maskstore_ps(p, first8(n), x.lo);
     _mm256_maskstore_ps(p + 8, first8(n - 8), x.hi);
 }
-INLINE vec fma(vec a, vec b, vec c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
+INLINE vec fma(vec a, vec b, vec c)
+{
+    return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)};
+}
 INLINE vec operator+(vec a, vec b) { return {_mm256_add_ps(a.lo, b.lo), _mm256_add_ps(a.hi, b.hi)}; }
 INLINE vec operator-(vec a, vec b) { return {_mm256_sub_ps(a.lo, b.lo), _mm256_sub_ps(a.hi, b.hi)}; }
 INLINE vec operator*(vec a, vec b) { return {_mm256_mul_ps(a.lo, b.lo), _mm256_mul_ps(a.hi, b.hi)}; }
@@ -229,14 +232,18 @@ template <class W> INLINE i64 panel_size(i64 num_inputs)
     return (num_inputs + W::kStep - 1) / W::kStep * W::kStep * kLanes;
 }
 
-template <class W> void pack(typename W::element* packed, const typename W::element* rows, i64 num_rows, i64 num_inputs)
+// Where input k of a panel's first output is.
+template <class W> INLINE i64 place(i64 k) { return k / W::kStep * kLanes * W::kStep + k % W::kStep; }
+
+template <class W>
+void pack(typename W::element* packed, const typename W::element* rows, i64 num_rows, i64 num_inputs)
 {
     const i64 size = panel_size<W>(num_inputs);
     std::memset(packed, 0, (num_rows + kLanes - 1) / kLanes * size * sizeof(typename W::element));
     for (i64 row = 0; row < num_rows; row++) {
         typename W::element* panel = packed + row / kLanes * size;
         for (i64 k = 0; k < num_inputs; k++)
-            panel[(k / W::kStep * kLanes + row % kLanes) * W::kStep + k % W::kStep] = rows[row * num_inputs + k];
+            panel[place<W>(k) + row % kLanes * W::kStep] = rows[row * num_inputs + k];
     }
 }
 
@@ -261,8 +268,7 @@ void embed(float* out, const i64* ids, i64 num_tokens, const typename W::element
     for (i64 t = 0; t < num_tokens; t++) {
         const typename W::element* panel = weight + ids[t] / kLanes * size + ids[t] % kLanes * W::kStep;
         const float scale = scales ? scales[ids[t]] : 1.0f;
-        for (i64 k = 0; k < num_inputs; k++)
-            out[t * num_inputs + k] = as_float(W{}, panel[k / W::kStep * kLanes * W::kStep + k % W::kStep]) * scale;
+        for (i64 k = 0; k < num_inputs; k++) out[t * num_inputs + k] = as_float(W{}, panel[place<W>(k)]) * scale;
     }
 }
 
@@ -538,13 +544,15 @@ template <int kQueries> void attend(const Attention& a, i64 s, i64 kv_head, i64 
             if (from >= kPage || to <= 0) continue;
             vec score = scores[i];
             if (a.softcap > 0) score = splat(a.softcap) * tanh(score / splat(a.softcap));
-            const float largest = std::max(query.largest, maximum(sees_all ? score : keep(score, from, to, -kInfinity)));
+            const vec seen = sees_all ? score : keep(score, from, to, -kInfinity);
+            const float largest = std::max(query.largest, maximum(seen));
             vec weight = exp(score - splat(largest));
             if (!sees_all) weight = keep(weight, from, to, 0.0f);
             if (largest > query.largest) {  // else the factor is one
                 const vec factor = exp(splat(query.largest - largest));
+                float* sum = sums + i * kHeadMax;
                 query.weights = query.weights * factor;
-                for (i64 d = 0; d < D; d += kLanes) store(sums + i * kHeadMax + d, load(sums + i * kHeadMax + d) * factor);
+                for (i64 d = 0; d < D; d += kLanes) store(sum + d, load(sum + d) * factor);
                 query.largest = largest;
             }
             query.weights = query.weights + weight;
@@ -563,7 +571,8 @@ template <int kQueries> void attend(const Attention& a, i64 s, i64 kv_head, i64 
     }
     for (int i = 0; i < kQueries; i++) {
         const vec scale = splat(1.0f / sum(queries[i].weights));
-        for (i64 d = 0; d < D; d += kLanes) store(queries[i].out + d, load(sums + i * kHeadMax + d) * scale, D - d);
+        const float* mixed = sums + i * kHeadMax;
+        for (i64 d = 0; d < D; d += kLanes) store(queries[i].out + d, load(mixed + d) * scale, D - d);
     }
 }
 
@@ -587,8 +596,9 @@ void attention(const Attention& a)
     for (i64 item = 0; item < num_items; item++) {
         const i64 s = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
         const i64 num_queries = (a.query_start[s + 1] - a.query_start[s]) * group;
+        const i64 kv_head = (item - first_item[s]) % a.num_kv_heads;
         const i64 begin = (item - first_item[s]) / a.num_kv_heads * kQueriesMax;
-        attend_any(a, s, (item - first_item[s]) % a.num_kv_heads, begin, std::min(kQueriesMax, num_queries - begin));
+        attend_any(a, s, kv_head, begin, std::min(kQueriesMax, num_queries - begin));
     }
 }
 
@@ -665,7 +675,8 @@ static bool is_sound(const Stack& stack, const i64* positions, const i64* slots,
         const i64 num_tokens = query_start[s + 1] - query_start[s];
         const i64 num_blocks = (context_lens[s] + block_size - 1) / block_size;
         sound &= num_tokens > 0 && context_lens[s] >= num_tokens && num_blocks <= table_width;
-        for (i64 b = 0; sound && b < num_blocks; b++) sound = within(tables[s * table_width + b], stack.num_blocks);
+        const i64* table = tables + s * table_width;
+        for (i64 b = 0; sound && b < num_blocks; b++) sound = within(table[b], stack.num_blocks);
     }
     return sound;
 }
@@ -685,14 +696,14 @@ void vorrang_pack(i64 type, void* packed, const void* rows, i64 num_rows, i64 nu
     FOR_WEIGHT_TYPE(type, pack<W>((W::element*)packed, (const W::element*)rows, num_rows, num_inputs));
 }
 
-void vorrang_embed(i64 type, float* out, const i64* ids, i64 num_tokens, const void* weight, const float* scales,
-                   i64 num_inputs)
+void vorrang_embed(i64 type, float* out, const i64* ids, i64 num_tokens, const void* weight,
+                   const float* scales, i64 num_inputs)
 {
     FOR_WEIGHT_TYPE(type, embed<W>(out, ids, num_tokens, (const W::element*)weight, scales, num_inputs));
 }
 
-void vorrang_linear(i64 type, float* out, const float* x, const void* weight, const float* scales, const float* bias,
-                    i64 num_rows, i64 num_inputs, i64 num_outputs)
+void vorrang_linear(i64 type, float* out, const float* x, const void* weight, const float* scales,
+                    const float* bias, i64 num_rows, i64 num_inputs, i64 num_outputs)
 {
     const Linear l{x, weight, scales, bias, out, num_rows, num_inputs, num_outputs};
     FOR_WEIGHT_TYPE(type, linear<W>(l));
@@ -714,13 +725,24 @@ void vorrang_add_rms_norm(float* out, const float* x, float* residual, const flo
     }
 }
 
-void vorrang_silu_mul(float* out, const float* gate_up, i64 num_rows, i64 n) { activate<Silu>(out, gate_up, num_rows, n); }
-void vorrang_gelu_tanh_mul(float* out, const float* gate_up, i64 num_rows, i64 n) { activate<GeluTanh>(out, gate_up, num_rows, n); }
-void vorrang_gelu_mul(float* out, const float* gate_up, i64 num_rows, i64 n) { activate<GeluErf>(out, gate_up, num_rows, n); }
+void vorrang_silu_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
+{
+    activate<Silu>(out, gate_up, num_rows, n);
+}
 
-void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, const i64* positions, const i64* slots,
-                             float* k_cache, float* v_cache, i64 num_tokens, i64 num_q_heads, i64 num_kv_heads,
-                             i64 head_dim)
+void vorrang_gelu_tanh_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
+{
+    activate<GeluTanh>(out, gate_up, num_rows, n);
+}
+
+void vorrang_gelu_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
+{
+    activate<GeluErf>(out, gate_up, num_rows, n);
+}
+
+void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, const i64* positions,
+                             const i64* slots, float* k_cache, float* v_cache, i64 num_tokens, i64 num_q_heads,
+                             i64 num_kv_heads, i64 head_dim)
 {
     const i64 half = head_dim / 2, width = (num_q_heads + 2 * num_kv_heads) * head_dim;
 #pragma omp parallel for num_threads(num_threads) if (num_tokens > 16)
@@ -732,17 +754,18 @@ void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, 
         for (i64 h = 0; h < num_kv_heads; h++, x += head_dim)
             rotate(k_cache + (page * num_kv_heads + h) * head_dim * kPage + lane, kPage, x, cos, sin, half);
         for (i64 h = 0; h < num_kv_heads; h++, x += head_dim)
-            std::memcpy(v_cache + ((page * num_kv_heads + h) * kPage + lane) * head_dim, x, head_dim * sizeof(float));
+            std::copy_n(x, head_dim, v_cache + ((page * num_kv_heads + h) * kPage + lane) * head_dim);
     }
 }
 
-void vorrang_paged_attention(float* out, const float* q, const float* k_cache, const float* v_cache, const i64* tables,
-                             const i64* query_start, const i64* context_lens, i64 num_requests, i64 table_width,
-                             i64 pages_per_block, i64 q_stride, i64 num_q_heads, i64 num_kv_heads, i64 head_dim,
-                             i64 window, float scale, float softcap)
+void vorrang_paged_attention(float* out, const float* q, const float* k_cache, const float* v_cache,
+                             const i64* tables, const i64* query_start, const i64* context_lens,
+                             i64 num_requests, i64 table_width, i64 pages_per_block, i64 q_stride,
+                             i64 num_q_heads, i64 num_kv_heads, i64 head_dim, i64 window, float scale,
+                             float softcap)
 {
-    attention({q, k_cache, v_cache, out, tables, query_start, context_lens, num_requests, table_width, pages_per_block,
-               q_stride, num_q_heads, num_kv_heads, head_dim, window, scale, softcap});
+    attention({q, k_cache, v_cache, out, tables, query_start, context_lens, num_requests, table_width,
+               pages_per_block, q_stride, num_q_heads, num_kv_heads, head_dim, window, scale, softcap});
 }
 
 // All layers of a decoder. `hidden` is the residual stream, [T, hidden], in and out; `buffer` has room
@@ -751,7 +774,8 @@ i64 vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* 
                     const i64* tables, const i64* query_start, const i64* context_lens, i64 T, i64 num_requests,
                     i64 table_width)
 {
-    if (!is_sound(*stack, positions, slots, tables, query_start, context_lens, T, num_requests, table_width)) return 0;
+    if (!is_sound(*stack, positions, slots, tables, query_start, context_lens, T, num_requests, table_width))
+        return 0;
     const i64 Hq = stack->num_q_heads, Hkv = stack->num_kv_heads, D = stack->head_dim;
     const i64 size = stack->layers[0].qkv.num_inputs;
     auto project = [T](const Projection& p, float* out, const float* x) {
@@ -760,15 +784,17 @@ i64 vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* 
     auto take = [&buffer, T](i64 width) { float* part = buffer; buffer += T * width; return part; };
     float *normed = take(size), *branch = take(size), *qkv = take((Hq + 2 * Hkv) * D);
     float *q = take(Hq * D), *mixed = take(Hq * D);
-    float *gate_up = take(stack->layers[0].gate_up.num_outputs), *product = take(stack->layers[0].down.num_inputs);
+    float* gate_up = take(stack->layers[0].gate_up.num_outputs);
+    float* product = take(stack->layers[0].down.num_inputs);
     for (i64 i = 0; i < stack->num_layers; i++) {
         const Layer& layer = stack->layers[i];
         if (i == 0) vorrang_rms_norm(normed, hidden, layer.attention_norm, T, size, stack->norm_eps);
         else vorrang_add_rms_norm(normed, branch, hidden, layer.attention_norm, T, size, stack->norm_eps);
         project(layer.qkv, qkv, normed);
-        vorrang_rotary_write_kv(q, qkv, stack->rope, positions, slots, layer.k_cache, layer.v_cache, T, Hq, Hkv, D);
-        vorrang_paged_attention(mixed, q, layer.k_cache, layer.v_cache, tables, query_start, context_lens, num_requests,
-                                table_width, stack->pages_per_block, Hq * D, Hq, Hkv, D, 0, stack->scale, 0.0f);
+        vorrang_rotary_write_kv(q, qkv, stack->rope, positions, slots, layer.k_cache, layer.v_cache, T, Hq, Hkv,
+                                D);
+        attention({q, layer.k_cache, layer.v_cache, mixed, tables, query_start, context_lens, num_requests,
+                   table_width, stack->pages_per_block, Hq * D, Hq, Hkv, D, 0, stack->scale, 0.0f});
         project(layer.attention_out, branch, mixed);
         vorrang_add_rms_norm(normed, branch, hidden, layer.mlp_norm, T, size, stack->norm_eps);
         project(layer.gate_up, gate_up, normed);

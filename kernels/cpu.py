@@ -105,8 +105,8 @@ def kv_cache_shapes(
     """Pages of 16 tokens; keys with the tokens side by side."""
     if block_size % PAGE_TOKENS:
         raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {block_size}")
-    if head_dim > HEAD_DIM_MAX:
-        raise ValueError(f"head_dim must be at most {HEAD_DIM_MAX}, got {head_dim}")
+    if head_dim > HEAD_DIM_MAX or head_dim % 2:
+        raise ValueError(f"head_dim must be even and at most {HEAD_DIM_MAX}, got {head_dim}")
     pages = (num_blocks, block_size // PAGE_TOKENS, num_kv_heads)
     return (*pages, head_dim, PAGE_TOKENS), (*pages, PAGE_TOKENS, head_dim)
 
@@ -130,7 +130,9 @@ def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
 
 
 def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
-    """Rows of ``weight``, gathered from its panels."""
+    """Rows of ``weight``, gathered from its panels; the ids must exist."""
+    assert token_ids.dtype is torch.int64
+    assert token_ids.is_contiguous()
     out = torch.empty(token_ids.shape[0], weight.num_inputs)
     _embed(
         _TYPES[weight.weight_type],

@@ -1,9 +1,10 @@
 """Compiles ``cpu.cpp`` on first use and keeps the result in a cache folder.
 
-A library is found by a key of its source, the compiler's version and the flags,
-and ends with a digest of itself: a damaged one is built again, not loaded. One
-process builds, others wait for it; a library appears complete or not at all.
-Knows nothing of what the library computes.
+A library is named by its source and flags and by the compiler's version, and ends
+with a digest of itself: a damaged one is built again, not loaded. One process
+builds, others wait for it; a library appears complete or not at all. Where there
+is no compiler, one that another has built will do, so that an image need not
+carry one. Knows nothing of what the library computes.
 """
 
 import ctypes
@@ -76,11 +77,16 @@ def library() -> Path:
     target = TARGETS.get(capability())
     if target is None:
         raise CpuKernelsUnavailable("the processor has no AVX2")
-    compiler = _compiler()
     flags = (*FLAGS, *target)
-    key = hashlib.sha256("\0".join((_source(), _compiler_version(compiler), *flags)).encode())
-    folder = cache_folder()
-    path = folder / f"cpu-{key.hexdigest()[:16]}.so"
+    folder, name = cache_folder(), f"cpu-{_key(_source(), *flags)}"
+    compiler = _compiler()
+    if compiler is None:
+        for path in sorted(folder.glob(f"{name}-*.so")):
+            if _is_sound(path):
+                return path
+        names = os.environ.get("CXX") or ", ".join(COMPILERS)
+        raise CpuKernelsUnavailable(f"there is no C++ compiler ({names}); install g++ or name one in CXX")
+    path = folder / f"{name}-{_key(_compiler_version(compiler))}.so"
     if _is_sound(path):
         return path
     try:
@@ -125,16 +131,14 @@ def _is_sound(path: Path) -> bool:
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]
 
 
-def _compiler() -> str:
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiler() -> str | None:
     """Full path of the compiler: the one that ``CXX`` names, or the first known one there is."""
     names = (os.environ["CXX"],) if os.environ.get("CXX") else COMPILERS
-    for name in names:
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise CpuKernelsUnavailable(
-        f"there is no C++ compiler ({', '.join(names)}); install g++ or name one in CXX"
-    )
+    return next((path for name in names if (path := shutil.which(name))), None)
 
 
 def _compiler_version(compiler: str) -> str:

@@ -97,6 +97,17 @@ def test_no_compiler_is_said(cache, monkeypatch):
         cpu_build.library()
 
 
+def test_without_a_compiler_a_library_that_another_built_will_do(cache, quick, monkeypatch):
+    built = cpu_build.library()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+
+    assert cpu_build.library() == built
+    monkeypatch.setattr(cpu_build, "FLAGS", (*cpu_build.FLAGS, "-O1"))
+    with pytest.raises(CpuKernelsUnavailable, match="no C"):
+        cpu_build.library()
+
+
 def test_a_source_that_does_not_compile_shows_what_the_compiler_said(cache, monkeypatch):
     monkeypatch.setattr(cpu_build, "_source", lambda: "int broken = nonsense;\n")
 
