@@ -45,6 +45,11 @@ INT8_TARGET = 1.3
 READ_BYTES = 400_000_000
 
 
+def grant(name: str, start: int, token_ids: list[int], block_table: list[int]) -> Grant:
+    """One request's part of a step; its last token samples."""
+    return Grant(RequestId(name), start, token_ids, block_table, 0, GREEDY)
+
+
 class Ours:
     """The default model in one weight type, and the plans that are timed."""
 
@@ -55,20 +60,17 @@ class Ours:
         )
         self.model = self.loaded.model
         tables = [list(range(row * blocks, (row + 1) * blocks)) for row in range(max(BATCHES))]
-        self.model.run(Plan(1, (Grant(RequestId("0"), 0, text[:CONTEXT_TOKENS], tables[0], None, GREEDY),)))
+        self.model.run(Plan(1, (grant("0", 0, text[:CONTEXT_TOKENS], tables[0]),)))
         for cache in (*self.model._kv.keys, *self.model._kv.values):
             cache.view(max(BATCHES), -1)[:] = cache.view(max(BATCHES), -1)[:1].clone()
         self.plans = {
             f"decode {batch}": Plan(
                 1,
-                tuple(
-                    Grant(RequestId(f"{row}"), CONTEXT_TOKENS, [text[row]], tables[row], 0, GREEDY)
-                    for row in range(batch)
-                ),
+                tuple(grant(f"{row}", CONTEXT_TOKENS, [text[row]], tables[row]) for row in range(batch)),
             )
             for batch in BATCHES
         }
-        prompt = Grant(RequestId("p"), 0, text[:PREFILL_TOKENS], [*tables[0], *tables[1]], 0, GREEDY)
+        prompt = grant("prompt", 0, text[:PREFILL_TOKENS], [*tables[0], *tables[1]])
         self.plans[f"prefill {PREFILL_TOKENS}"] = Plan(1, (prompt,))
 
     def step(self, name: str) -> None:
@@ -86,7 +88,7 @@ class Ours:
     def logits(self, tokens: list[int]) -> Tensor:
         """Logits of every token of one prompt."""
         table = list(range(-(-len(tokens) // BLOCK_SIZE)))
-        plan = Plan(1, (Grant(RequestId("t"), 0, tokens, table, 0, GREEDY),))
+        plan = Plan(1, (grant("text", 0, tokens, table),))
         batch = build_batch(plan, BLOCK_SIZE)
         with torch.inference_mode():
             hidden = self.model._decoder.forward(

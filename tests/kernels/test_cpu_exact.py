@@ -36,6 +36,10 @@ def folder(tmp_path_factory):
     return path
 
 
+def _grant(name, tokens, start, table):
+    return Grant(RequestId(name), start, tokens, table, 0, GREEDY)
+
+
 class Machine:
     """A model whose logits are asked for row by row; each request has blocks of its own."""
 
@@ -56,10 +60,7 @@ class Machine:
         """Logits of every token of (request, tokens, start), each request in blocks named by its number."""
         plan = Plan(
             1,
-            tuple(
-                Grant(RequestId(str(r)), start, tokens, self.table(r), 0, GREEDY)
-                for r, tokens, start in grants
-            ),
+            tuple(_grant(str(r), tokens, start, self.table(r)) for r, tokens, start in grants),
         )
         batch = build_batch(plan, BLOCK)
         with torch.inference_mode():
@@ -160,7 +161,7 @@ def test_a_pool_of_another_size_is_noticed(folder):
 )
 def test_a_step_that_names_what_does_not_exist_is_refused_before_anything_is_touched(folder, field, value):
     machine = Machine(folder, "fp32", num_blocks=80)
-    batch = build_batch(Plan(1, (Grant(RequestId("0"), 0, [5, 6, 7], [3], 0, GREEDY),)), BLOCK)
+    batch = build_batch(Plan(1, (_grant("0", [5, 6, 7], 0, [3]),)), BLOCK)
     getattr(batch.attention, field).view(-1)[0] = value
     hidden = torch.zeros(3, 72)
 
