@@ -44,11 +44,13 @@ class Loaded:
         runner: computes steps.
         tokenizer: the model's.
         after_ready: what need not be waited for; runs on a thread once requests are taken.
+        computed_by: kernels, weights and threads, in words; empty where none compute.
     """
 
     runner: Runner
     tokenizer: Tokenizer
     after_ready: Callable[[], None] | None = None
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +64,15 @@ class Ready:
     num_blocks: int
     block_size: int
     max_request_tokens: int
+    computed_by: str = ""
 
     def __str__(self) -> str:
-        return (
+        line = (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
             f"largest request {self.max_request_tokens} tokens"
         )
+        return f"{line}, {self.computed_by}" if self.computed_by else line
 
 
 class App:
@@ -197,7 +201,7 @@ class App:
                     name="health",
                 )
                 await self.health.set(serving=True)
-                on_ready(self._describe(engine))
+                on_ready(self._describe(engine, loaded.computed_by))
                 if loaded.after_ready is not None:  # nobody waits for it, the end of the process neither
                     threading.Thread(target=loaded.after_ready, name="after-ready", daemon=True).start()
                 await self._stop.wait()
@@ -251,7 +255,7 @@ class App:
         except TimeoutError:
             log.warning("server.calls_cut", num_calls=self.statistics().num_calls)
 
-    def _describe(self, engine: Engine) -> Ready:
+    def _describe(self, engine: Engine, computed_by: str) -> Ready:
         return Ready(
             address=self.address,
             model=self.backend.info.name,
@@ -260,6 +264,7 @@ class App:
             num_blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             max_request_tokens=engine.max_request_tokens,
+            computed_by=computed_by,
         )
 
 

@@ -1,8 +1,12 @@
 """Makes the runner and tokenizer that the settings ask for. The only place that imports a model."""
 
+import structlog
+
 from engine.errors import VorrangError
 from server.app import Loaded
 from server.settings import Settings
+
+log = structlog.get_logger("vorrang.server")
 
 
 class ModelUnavailable(VorrangError):
@@ -13,7 +17,8 @@ def load(settings: Settings) -> Loaded:
     """Load the model and compute a warm-up step. Slow: call it off the event loop.
 
     Raises:
-        ModelUnavailable: no model, a damaged one, one of an unknown kind, or no memory for its KV.
+        ModelUnavailable: no model, a damaged one, one of an unknown kind, no memory for its KV, or
+            kernels that can't be had here.
     """
     return _scripted(settings) if settings.engine.runner == "scripted" else _torch(settings)
 
@@ -43,16 +48,28 @@ def _torch(settings: Settings) -> Loaded:
             num_blocks=settings.kv.num_blocks,
             block_size=settings.kv.block_size,
             max_context=settings.scheduler.max_context_tokens,
+            weights=settings.model.weights,
+            kernels=settings.engine.kernels,
         )
     except ModelLoadError as error:
         raise ModelUnavailable(str(error)) from error
     except Exception as error:
-        from kv.pool import (
-            PoolAllocationError,  # imports torch, which is to come after the tokenizer has begun
-        )
+        # These import torch, which is to come after the tokenizer has begun.
+        from kernels.cpu_build import CpuKernelsUnavailable
+        from kv.pool import PoolAllocationError
 
-        if isinstance(error, PoolAllocationError):
+        if isinstance(error, CpuKernelsUnavailable | PoolAllocationError):
             raise ModelUnavailable(str(error)) from error
         raise
     loaded.model.warm_up()
-    return Loaded(InlineRunner(loaded.model), loaded.tokenizer, after_ready=loaded.tokenizer.warm_up)
+    chosen = loaded.kernels
+    if settings.engine.kernels == "auto" and chosen.name == "reference":
+        log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
+    return Loaded(
+        InlineRunner(loaded.model),
+        loaded.tokenizer,
+        after_ready=loaded.tokenizer.warm_up,
+        computed_by=(
+            f"{chosen.name} kernels with {chosen.weight_type} weights, threads {loaded.model.num_threads}"
+        ),
+    )
