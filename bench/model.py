@@ -24,7 +24,7 @@ from rich.table import Table
 from torch import Tensor
 
 from engine.models.registry import LoadedModel, load
-from engine.request import RequestId
+from engine.request import Request, RequestId, RequestSpec
 from engine.runner.batch import build_batch
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan
@@ -47,7 +47,8 @@ READ_BYTES = 400_000_000
 
 def grant(name: str, start: int, token_ids: list[int], block_table: list[int]) -> Grant:
     """One request's part of a step; its last token samples."""
-    return Grant(RequestId(name), start, token_ids, block_table, 0, GREEDY)
+    request = Request(RequestSpec(RequestId(name), (*[0] * start, *token_ids), GREEDY), 0, 0.0)
+    return Grant(request, start, len(token_ids), block_table, 0)
 
 
 class Ours:

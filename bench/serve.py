@@ -113,7 +113,9 @@ def server(threads: int) -> Iterator[Server]:
     command += ["--kv-blocks", str(NUM_BLOCKS), "--log-level", "error"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
     begin = time.perf_counter()
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(  # noqa: S603
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

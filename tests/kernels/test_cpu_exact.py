@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from engine.models.registry import load
-from engine.request import RequestId
 from engine.runner.batch import build_batch
 from engine.sampling import SamplingParams
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Plan
 from kernels import cpu, registry
+from tests.support.grants import grant
 from tests.support.models import tiny_llama
 
 ROOT = Path(__file__).parents[2]
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 def _grant(name, tokens, start, table):
-    return Grant(RequestId(name), start, tokens, table, 0, GREEDY)
+    return grant(name, start, len(tokens), 0, token_ids=tokens, block_table=table, sampling=GREEDY)
 
 
 class Machine:
