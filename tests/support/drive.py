@@ -7,8 +7,10 @@ are those of the invariants in docs/SCHEDULING.md.
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from engine.errors import InternalError
 from engine.events import (
     TERMINAL,
     Failed,
@@ -22,12 +24,15 @@ from engine.events import (
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Command, Finish, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
+
+#: Reasons that are nobody's claim on what a request holds.
+FORCED = (PreemptReason.OPERATOR, PreemptReason.RUNNER)
 
 
 @dataclass
@@ -125,8 +130,22 @@ class Driver:
     def unpark(self, name):
         return self.apply(Unpark(RequestId(name)))
 
-    def step(self, *, between: tuple[Command, ...] = ()) -> Plan:
-        """Plan, compute, obey commands that come in between, commit."""
+    def lose_kv(self, suspects=(), *, from_outside=False) -> list[SchedulerEvent]:
+        """The runner dies, and its memory with it."""
+        self.runner = ScriptedRunner(self.blocks.num_blocks, self.blocks.block_size)
+        for seen in self.seen.values():
+            seen.disturbed = True  # no bound holds for what a dying runner makes one wait
+        holders = {r.request_id for r in self.alive() if self.blocks.holds(r.request_id)}
+        events = self.apply(LoseKv(tuple(suspects), from_outside, InternalError("incident")))
+        failed = {e.request_id for e in events if isinstance(e, Failed)}
+        assert len(failed) <= 1
+        assert {e.request_id for e in events if isinstance(e, Preempted)} == holders - failed
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks
+        assert all(not self.blocks.match(request).blocks for request in self.alive())
+        return events
+
+    def step(self, *, between: tuple[Command, ...] = (), dies: Callable[[Plan], bool] | None = None) -> Plan:
+        """Plan, compute, obey commands that come in between, commit; ``dies``: whether the runner does."""
         self.now += 1.0
         alive = [r for r in self.seen if self.scheduler.find(r)]
         seated = {r.request_id for r in self.scheduler.running()}
@@ -134,12 +153,22 @@ class Driver:
         plan = self.scheduler.plan(self.now)
         self.num_steps += bool(plan.grants)
         self.check_plan(plan, alive, idle)
-        if self.config.discipline == "static" and any(self.scheduler.find(r) for r in seated):
+        self.check_quarantine(plan)
+        if (
+            self.config.discipline == "static"
+            and any(self.scheduler.find(r) for r in seated)
+            and not self.is_quarantine(plan)
+        ):
             admitted = {r.request_id for r in self.scheduler.running()} - seated
             assert not admitted, "somebody joined a batch that was closed"
         self.book(plan.events)
         self.check()
         self.check_stalls(plan)
+        if dies is not None and plan.grants and dies(plan):
+            for command in between:
+                self.apply(command)
+            self.lose_kv([grant.request_id for grant in plan.grants])
+            return plan
         result = self.runner.run(plan)
         for command in between:
             self.apply(command)
@@ -204,7 +233,7 @@ class Driver:
             elif isinstance(event, Preempted):
                 assert seen.holds, "preempted again before it was admitted again"  # 5
                 seen.holds = False
-                self.num_forced[event.request_id] += event.reason is PreemptReason.OPERATOR
+                self.num_forced[event.request_id] += event.reason in FORCED
                 assert event.count == sum(isinstance(e, Preempted) for e in seen.events)
             elif isinstance(event, TERMINAL):
                 seen.terminal = event
@@ -238,6 +267,8 @@ class Driver:
             assert grant.start == request.num_computed_tokens
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
+        if self.is_quarantine(plan):
+            return
         if config.discipline == "unified":
             for request in self.scheduler.running():
                 if request.num_missing_tokens == 1:
@@ -247,6 +278,17 @@ class Driver:
         )
         self.check_preemptions(plan, idle_before)
         self.check_overtaking(plan)
+
+    def is_quarantine(self, plan: Plan) -> bool:
+        return any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants)
+
+    def check_quarantine(self, plan: Plan):
+        """Who may have killed the runner is computed alone, and before anybody else."""
+        held = [r for r in self.scheduler.waiting() if self.scheduler.is_quarantined(r.request_id)]
+        held += [r for r in self.scheduler.running() if self.scheduler.is_quarantined(r.request_id)]
+        if held:
+            assert len(plan.grants) == 1
+            assert self.is_quarantine(plan)
 
     def check_stalls(self, plan: Plan):
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""
