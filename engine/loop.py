@@ -162,6 +162,11 @@ class Engine:
         return self._runner.pool
 
     @property
+    def runner_pid(self) -> int | None:
+        """The process that computes; None when it is this one, or while there is none."""
+        return self._mortal.pid if self._mortal is not None else None
+
+    @property
     def uses_level(self) -> bool:
         """Whether the policy in force looks at levels."""
         return self._scheduler.policy.uses_level

@@ -3,7 +3,7 @@
 import asyncio
 import ipaddress
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -61,12 +61,13 @@ class Ready:
     num_blocks: int
     block_size: int
     max_request_tokens: int
+    runner: str
 
     def __str__(self) -> str:
         return (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"largest request {self.max_request_tokens} tokens"
+            f"largest request {self.max_request_tokens} tokens, runner {self.runner}"
         )
 
 
@@ -75,12 +76,17 @@ class App:
 
     Args:
         settings: all of them.
-        load: loads the model; runs on a thread, may be slow.
+        load: loads the model: a function, which runs on a thread and may be slow, or a
+            coroutine function, which is cancelled when the server is stopped meanwhile.
         check_integrity: recount the engine's books after every step (tests).
     """
 
     def __init__(
-        self, settings: Settings, load: Callable[[], Loaded], *, check_integrity: bool = False
+        self,
+        settings: Settings,
+        load: Callable[[], Loaded | Awaitable[Loaded]],
+        *,
+        check_integrity: bool = False,
     ) -> None:
         self._settings = settings
         self._load = load
@@ -166,8 +172,8 @@ class App:
         return DecisionFile(settings.record_decisions, max_bytes=settings.record_decisions_max_bytes)
 
     async def _loaded(self) -> Loaded | None:
-        """The model; None when ``stop`` came first (its thread then ends by itself)."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        """The model; None when ``stop`` came first (a thread then ends by itself)."""
+        loading = asyncio.ensure_future(self._load_anyhow())
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -175,6 +181,11 @@ class App:
         finally:
             loading.cancel()
             stopping.cancel()
+            await asyncio.wait([loading])  # a process that loads it is ended
+
+    async def _load_anyhow(self) -> Loaded:
+        loaded = await asyncio.to_thread(self._load)
+        return loaded if isinstance(loaded, Loaded) else await loaded
 
     async def _serve(self, loaded: Loaded, on_ready: Callable[[Ready], None]) -> None:
         engine = Engine(
@@ -257,6 +268,7 @@ class App:
             num_blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             max_request_tokens=engine.max_request_tokens,
+            runner="inline" if engine.runner_pid is None else f"process {engine.runner_pid}",
         )
 
 
