@@ -49,7 +49,7 @@ class RunnerLimits:
     """How long to wait for a process, and how often to start another one.
 
     Attributes:
-        start_s_max: seconds that loading may take.
+        start_s_max: seconds that loading may take; restarts get no more than many times the first start.
         hang_s: seconds without a sign of life after which it counts as hanging.
         step_s_max: seconds that a step may take, whatever signs of life there are.
         max_restarts: restarts in a row, without a computed step between them, before it is given up.

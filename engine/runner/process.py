@@ -6,6 +6,7 @@ The KV in the dead process is lost, so whoever held any is computed again; see
 
 import asyncio
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,9 @@ from engine.runner.channel import RESULT, Message, PackedError, unpack_error
 from engine.runner.child import Child, Death, RunnerLimits
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan, StepResult
+
+#: A restart may take so many times as long as the first start, and at least so many seconds.
+PATIENCE, RESTART_S_MIN = 10, 30.0
 
 log = structlog.get_logger("vorrang.runner")
 
@@ -87,8 +91,11 @@ class ProcessRunner:
         began = time.monotonic()
         child = runner._child = await Child.start(source, None, runner._limits, runner._received)
         runner._info, runner._pool = child.info, child.pool
+        start_s = time.monotonic() - began
+        start_s_max = min(runner._limits.start_s_max, max(RESTART_S_MIN, PATIENCE * start_s))
+        runner._limits = dataclasses.replace(runner._limits, start_s_max=start_s_max)
         runner._supervisor = asyncio.create_task(runner._supervise(), name="runner")
-        log.info("runner.started", pid=child.pid, start_s=round(time.monotonic() - began, 3))
+        log.info("runner.started", pid=child.pid, start_s=round(start_s, 3))
         return runner
 
     @property

@@ -51,11 +51,11 @@ def main() -> None:
 
 
 def _serve(channel: BlockingChannel) -> None:
-    message = channel.receive()
-    if message is None:
-        return
-    _, source, pool, beat_s = message
     try:
+        message = channel.receive()  # may fail to import what it is to load
+        if message is None:
+            return
+        _, source, pool, beat_s = message
         model: StepModel = source.load(pool)
         info: ModelInfo = model.info
     except Exception as error:

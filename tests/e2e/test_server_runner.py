@@ -198,6 +198,23 @@ async def test_a_server_whose_runner_hangs_ends_in_time() -> None:
 
 
 @pytest.mark.asyncio
+async def test_a_server_that_drains_while_its_runner_is_respawned_finishes_what_it_accepted() -> None:
+    with server_process("--scripted-step-ms", "2", "--grace-s", "20") as server:
+        async with grpc.aio.insecure_channel(server.address) as channel, open_session(channel) as session:
+            await session.start("a", spec([1], max_tokens=300))
+            await session.event("delta", "a")
+            runner = server.runner
+            assert runner is not None
+            runner.kill()
+            server.terminate()
+            assert (await session.end_of("a")).HasField("finished")
+        assert server.wait() == 0
+    session.check("a")
+    assert session.tokens("a") == expected_output([1], 300)
+    assert "preempted" in session.kinds("a")
+
+
+@pytest.mark.asyncio
 async def test_nothing_that_computes_outlives_a_killed_server() -> None:
     with server_process("--scripted-step-ms", "5") as server:
         async with grpc.aio.insecure_channel(server.address) as channel, open_session(channel) as session:

@@ -5,13 +5,18 @@ import signal
 import time
 from dataclasses import dataclass
 
+import structlog
+
+from engine.errors import InternalError
 from engine.models.errors import InvalidCheckpoint
 from engine.runner.child import RunnerLimits
 from engine.runner.sources import ScriptedModel, ScriptedSource
+from engine.scheduler.plan import StepResult
 
 #: Token ids that are fatal to the process that computes them.
-EXITS, ABORTS, KILLS_ITSELF, STOPS_ITSELF, RAISES, SLEEPS = range(250, 256)
-FATAL_TOKEN_IDS = (EXITS, ABORTS, KILLS_ITSELF, STOPS_ITSELF)
+EXITS, ABORTS, KILLS_ITSELF, STOPS_ITSELF, SLEEPS = range(250, 255)
+#: Token ids that fail the whole step, or the request alone.
+RAISES, FAILS = 248, 249
 
 #: Short, so that tests are: a process without a sign of life for half a second counts as hanging.
 LIMITS = RunnerLimits(hang_s=0.5, step_s_max=30.0, backoff_s=0.01)
@@ -44,6 +49,14 @@ class FatalModel(ScriptedModel):
             raise ValueError("a bug in the model")
         if SLEEPS in ids:
             time.sleep(60)
+        if FAILS in ids:
+            structlog.get_logger("test").error("row.failed", why=ValueError("not plain"), step=plan.step)
+            guilty = {g.request_id for g in plan.grants if FAILS in g.token_ids}
+            sampled = super().run(plan).sampled
+            return StepResult(
+                {i: token_id for i, token_id in sampled.items() if i not in guilty},
+                {i: InternalError("f00d") for i in guilty},
+            )
         return super().run(plan)
 
 

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 import psutil
 import pytest
+import structlog
 
 from engine.errors import InternalError
 from engine.events import Delta, Failed, Finished, Preempted, Resumed
@@ -31,6 +32,7 @@ from tests.support.process import environment
 from tests.support.runners import (
     ABORTS,
     EXITS,
+    FAILS,
     KILLS_ITSELF,
     LIMITS,
     RAISES,
@@ -207,6 +209,35 @@ async def test_an_exception_fails_the_step_and_the_process_lives():
         assert isinstance((await collect(bad))[-1], Failed)
         check(await collect(engine.submit(spec("good"))))
         assert runner.pid == pid
+
+
+async def test_a_request_whose_row_fails_fails_alone_and_the_log_says_it_here():
+    with structlog.testing.capture_logs() as lines:
+        async with serving() as (engine, _):
+            good, bad = engine.submit(spec("good")), engine.submit(spec("bad", bytes([FAILS])))
+            (*_, failed) = await collect(bad)
+            check(await collect(good))
+    assert isinstance(failed.error, InternalError)
+    assert (failed.error.incident_id, str(failed.error)) == ("f00d", "internal error, incident f00d")
+    (line,) = [line for line in lines if line["event"] == "row.failed"]
+    assert line == {"event": "row.failed", "why": "ValueError('not plain')", "step": 1, "log_level": "error"}
+
+
+async def test_a_respawn_is_logged_with_cause_and_seconds():
+    with structlog.testing.capture_logs() as lines:
+        async with serving(ScriptedSource(128, 4, step_s=0.005)) as (engine, runner):
+            handles = [engine.submit(spec(f"r{i}", max_tokens=40)) for i in range(3)]
+            await settled(lambda: engine.statistics().num_steps > 5)
+            first = runner.pid
+            os.kill(first, signal.SIGSEGV)
+            await asyncio.gather(*map(collect, handles))
+    by_event = {line["event"]: line for line in lines}
+    assert by_event["runner.started"]["pid"] == first
+    died, respawned, resumed = (by_event[f"runner.{what}"] for what in ("died", "respawned", "resumed"))
+    assert (died["cause"], died["pid"], died["log_level"]) == ("killed by SIGSEGV", first, "error")
+    assert respawned["restart_s"] > 0
+    assert (resumed["cause"], resumed["num_recomputed"]) == ("killed by SIGSEGV", 3)
+    assert resumed["resume_s"] > 0
 
 
 async def test_a_death_between_steps_is_repaired_before_the_next_request():
