@@ -7,6 +7,8 @@ both alike.
     PYTHONPATH=.:protos python bench/runner.py [--steps 300]
 """
 
+# ruff: noqa: T201
+
 import argparse
 import asyncio
 import statistics

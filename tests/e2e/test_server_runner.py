@@ -16,9 +16,11 @@ import psutil
 import pytest
 
 from engine.runner.process import ProcessRunner
-from engine.runner.scripted import expected_output
+from engine.runner.scripted import ScriptedTokenizer, expected_output
+from server.app import App, Loaded
+from server.settings import load as load_settings
 from tests.support.process import ServerProcess, run_cli, server_process
-from tests.support.runners import ABORTS, LIMITS, FatalSource
+from tests.support.runners import ABORTS, LIMITS, FailingSource, FatalSource
 from tests.support.server import running_server
 from tests.support.wire import WireSession, open_session, reason_in, settled, spec
 
@@ -26,14 +28,13 @@ NUM_STREAMS, NUM_SESSIONS = 64, 8
 
 
 class Streams:
-    """Many streams in several sessions; notes when tokens came."""
+    """Many streams in several sessions; notes what came when."""
 
     def __init__(self, requests: dict[str, dict[str, object]]) -> None:
         self.requests = requests
-        self.token_times: list[float] = []
+        self.seen: list[tuple[str, float]] = []
         self.sessions: list[WireSession] = []
         self.num_ended = 0
-        self.preempted: list[str] = []
 
     @contextlib.asynccontextmanager
     async def running(self, address: str) -> AsyncIterator[None]:
@@ -58,12 +59,20 @@ class Streams:
             while True:
                 frame = await session.next()
                 kind = frame.WhichOneof("event")
-                if kind == "delta":
-                    self.token_times.append(time.monotonic())
-                elif kind == "preempted":
-                    self.preempted.append(frame.request_id)
-                elif kind in ("finished", "failed"):
-                    self.num_ended += 1
+                self.seen.append((kind or "", time.monotonic()))
+                self.num_ended += kind in ("finished", "failed")
+
+    async def next_time(self, kind: str, at: int) -> tuple[float, int]:
+        """When the first event of a kind came, from place ``at`` on; and the place after it."""
+        while True:
+            await settled(lambda at=at: len(self.seen) > at)
+            at += 1
+            if self.seen[at - 1][0] == kind:
+                return self.seen[at - 1][1], at
+
+    @property
+    def num_preempted(self) -> int:
+        return sum(kind == "preempted" for kind, _ in self.seen)
 
     def outputs(self) -> dict[str, list[int]]:
         """Tokens by request; each stream is whole, without gap or repeat, and well ended."""
@@ -83,17 +92,15 @@ async def disturb(
     resumed = []
     for _ in range(times):
         await asyncio.sleep(dice.uniform(0.05, 0.3))
-        num_before = len(streams.token_times)
-        await settled(lambda before=num_before: len(streams.token_times) > before)
+        await streams.next_time("delta", len(streams.seen))
         runner = server.runner
         assert runner is not None
         assert streams.num_ended < len(streams.requests), "the streams were to outlast this"
-        sent_at = time.monotonic()
+        sent_at, at = time.monotonic(), len(streams.seen)
         runner.send_signal(number)
-        await settled(lambda old=runner: server.runner not in (None, old))
-        num_before = len(streams.token_times)
-        await settled(lambda before=num_before: len(streams.token_times) > before)
-        resumed.append(streams.token_times[num_before] - sent_at)
+        _, at = await streams.next_time("resumed", at)
+        token_at, _ = await streams.next_time("delta", at)
+        resumed.append(token_at - sent_at)
     print(
         f"{times} times {number.name}: tokens again after {statistics.median(resumed):.2f} s (median), "
         f"{max(resumed):.2f} s (longest)"
@@ -119,7 +126,7 @@ async def test_ten_deaths_during_sixty_four_streams_change_no_token(
     number: signal.Signals, times: int, tmp_path: Path
 ) -> None:
     config = tmp_path / "vorrang.toml"
-    config.write_text("[engine]\nrunner_hang_s = 0.5\n")
+    config.write_text(f"[engine]\nrunner_hang_s = {10 if number is signal.SIGKILL else 0.5}\n")
     dice = random.Random(4)
     streams = Streams(requests(dice, 150))
     settings = ("--scripted-step-ms", "4", "--max-running-requests", "16", "--kv-blocks", "300")
@@ -137,7 +144,7 @@ async def test_ten_deaths_during_sixty_four_streams_change_no_token(
     assert log.count('"runner.resumed"') == times
     causes = set(re.findall(r'"cause": "([^"]+)"', log))
     assert causes == {"killed by SIGKILL" if number is signal.SIGKILL else "no sign of life for 0.5 s"}
-    assert len(streams.preempted) >= times
+    assert streams.num_preempted >= times
 
 
 @pytest.mark.asyncio
@@ -160,7 +167,7 @@ async def test_deaths_change_no_token_of_the_real_model() -> None:
         async with disturbed.running(server.address):
             await disturb(server, disturbed, signal.SIGKILL, 2, dice)
     assert disturbed.outputs() == undisturbed.outputs()
-    assert disturbed.preempted
+    assert disturbed.num_preempted >= 2
 
 
 @pytest.mark.asyncio
@@ -212,6 +219,19 @@ async def test_a_server_that_drains_while_its_runner_is_respawned_finishes_what_
     session.check("a")
     assert session.tokens("a") == expected_output([1], 300)
     assert "preempted" in session.kinds("a")
+
+
+@pytest.mark.asyncio
+async def test_a_stop_while_the_runner_loads_ends_both() -> None:
+    async def load_forever() -> Loaded:
+        return Loaded(await ProcessRunner.start(FailingSource("sleep"), LIMITS), ScriptedTokenizer())
+
+    app = App(load_settings(None, {"server.listen": "127.0.0.1:0"}).settings, load_forever)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(app.run(lambda _: pytest.fail("it is ready")))
+        await settled(lambda: bool(psutil.Process().children()))
+        app.stop()
+    assert not psutil.Process().children()
 
 
 @pytest.mark.asyncio

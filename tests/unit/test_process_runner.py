@@ -38,6 +38,7 @@ from tests.support.runners import (
     RAISES,
     SLEEPS,
     STOPS_ITSELF,
+    HANG_LIMITS,
     FailingSource,
     FatalSource,
     is_running,
@@ -132,7 +133,8 @@ async def test_requests_run_to_their_end():
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGSEGV])
 async def test_a_death_is_a_pause(number):
-    async with serving(ScriptedSource(128, 4, step_s=0.005)) as (engine, runner):
+    limits = HANG_LIMITS if number is signal.SIGSTOP else LIMITS
+    async with serving(ScriptedSource(128, 4, step_s=0.005), limits) as (engine, runner):
         handles = [engine.submit(spec(f"r{i}", b"prompt %d" % i, max_tokens=40)) for i in range(6)]
         reading = [asyncio.ensure_future(collect(handle)) for handle in handles]
         await settled(lambda: engine.statistics().num_steps > 10)
@@ -181,7 +183,7 @@ async def test_random_kills_change_no_token(seed):
 
 @pytest.mark.parametrize("token_id", [EXITS, ABORTS, KILLS_ITSELF, STOPS_ITSELF])
 async def test_a_request_that_kills_the_runner_fails_alone(token_id):
-    async with serving() as (engine, runner):
+    async with serving(limits=HANG_LIMITS if token_id == STOPS_ITSELF else LIMITS) as (engine, runner):
         handles = [engine.submit(spec(f"r{i}", b"prompt %d" % i)) for i in range(5)]
         bad = engine.submit(spec("bad", bytes([1, 2, token_id])))
         outputs = await asyncio.gather(*map(collect, handles))
@@ -195,7 +197,7 @@ async def test_a_request_that_kills_the_runner_fails_alone(token_id):
 
 
 async def test_a_step_that_takes_too_long_counts_as_a_death():
-    limits = RunnerLimits(hang_s=0.5, step_s_max=0.6, backoff_s=0.01)
+    limits = RunnerLimits(hang_s=2.0, step_s_max=0.6, backoff_s=0.01)
     async with serving(limits=limits) as (engine, _):
         bad, good = engine.submit(spec("bad", bytes([SLEEPS]))), engine.submit(spec("good"))
         check(await collect(good))
@@ -284,12 +286,12 @@ async def test_stopping_the_engine_does_not_wait_for_the_process(when):
             os.kill(runner.pid, signal.SIGKILL)
             await settled(lambda: runner.pid is None)
         began = time.monotonic()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 8
     assert handle.finished
 
 
 async def test_a_runner_that_never_comes_back_is_given_up(tmp_path):
-    limits = RunnerLimits(hang_s=0.5, max_restarts=2, backoff_s=0.01)
+    limits = RunnerLimits(max_restarts=2, backoff_s=0.01)
     source = FailingSource("raise", str(tmp_path / "loads"), from_load=1)
     async with process_runner(source, limits) as runner:
         engine = Engine(runner, ScriptedTokenizer(), SchedulerConfig(), check_integrity=True)
@@ -305,7 +307,7 @@ async def test_a_runner_that_never_comes_back_is_given_up(tmp_path):
 
 
 async def test_a_runner_that_is_given_up_while_idle_ends_the_engine(tmp_path):
-    limits = RunnerLimits(hang_s=0.5, max_restarts=2, backoff_s=0.01)
+    limits = RunnerLimits(max_restarts=2, backoff_s=0.01)
     source = FailingSource("exit", str(tmp_path / "loads"), from_load=1)
     async with process_runner(source, limits) as runner:
         engine = Engine(runner, ScriptedTokenizer(), SchedulerConfig())
