@@ -29,7 +29,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.text import OutputText, Tokenizer
 from kv.block_manager import BlockManager
 
-#: Seconds between looks at the deadlines while nothing can be computed.
+#: Seconds between looks at the deadlines while nothing is computed.
 IDLE_POLL_S = 0.05
 
 log = structlog.get_logger("vorrang.engine")
@@ -285,7 +285,9 @@ class Engine:
             self._scheduler.check_integrity()
 
     async def _recover(self, lost: RunnerLost, plan: Plan | None = None) -> None:
-        """All KV is gone: have it computed again once somebody can. Commands are obeyed meanwhile.
+        """All KV is gone: have it computed again once somebody can.
+
+        Commands are obeyed and deadlines kept meanwhile.
 
         Args:
             lost: how the runner died.
@@ -317,7 +319,13 @@ class Engine:
         self._dispatch(events)
         lost.recovery.add_done_callback(lambda _: self._wake.set())
         while not lost.recovery.done():
-            await self._wake.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_POLL_S):
+                    await self._wake.wait()
+            now = self._clock.now()
+            for request_id in self._scheduler.expired(now):
+                command = Finish(request_id, FinishReason.TIME_LIMIT)
+                self._dispatch(self._scheduler.apply(command, now))
             self._drain_inbox()
         lost.recovery.result()
 

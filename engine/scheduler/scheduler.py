@@ -179,6 +179,10 @@ class Scheduler:
                     self._state.unpark(request, now)
                 return []
 
+    def expired(self, now: float) -> list[RequestId]:
+        """Requests whose time has run out, each named once, for who can't plan now but can end them."""
+        return self._deadlines.expired(now, self._state.requests)
+
     def _lose_kv(self, command: LoseKv, now: float) -> list[SchedulerEvent]:
         state = self._state
         suspects = [state.requests[i] for i in command.suspects if i in state.requests]

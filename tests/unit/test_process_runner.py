@@ -1,6 +1,7 @@
 """The runner in a process of its own: computes, dies, comes back."""
 
 import asyncio
+import dataclasses
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from engine.errors import InternalError
 from engine.events import Delta, Failed, Finished, Preempted, Resumed
 from engine.loop import Engine
 from engine.models.errors import InvalidCheckpoint
-from engine.request import RequestId, RequestSpec
+from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.base import MortalRunner, RunnerDead, RunnerLost
 from engine.runner.child import ChildDied, RunnerLimits
 from engine.runner.inline import InlineRunner
@@ -33,12 +34,12 @@ from tests.support.runners import (
     ABORTS,
     EXITS,
     FAILS,
+    HANG_LIMITS,
     KILLS_ITSELF,
     LIMITS,
     RAISES,
     SLEEPS,
     STOPS_ITSELF,
-    HANG_LIMITS,
     FailingSource,
     FatalSource,
     is_running,
@@ -273,6 +274,18 @@ async def test_a_cancel_during_a_respawn_takes_effect_at_once():
         assert runner.pid is None, "it took effect before another process was there"
         assert isinstance(events[-1], Finished)
         check(await collect(engine.submit(spec("b"))))
+
+
+async def test_a_deadline_is_kept_while_there_is_no_runner(tmp_path):
+    source = FailingSource("sleep", str(tmp_path / "loads"), from_load=1)
+    async with serving(source) as (engine, runner):
+        timed = dataclasses.replace(spec("a", max_tokens=500), total_deadline=time.monotonic() + 0.6)
+        handle = engine.submit(timed)
+        await settled(lambda: engine.statistics().num_steps > 3)
+        os.kill(runner.pid, signal.SIGKILL)
+        (*_, finished) = await collect(handle)
+        assert finished.reason is FinishReason.TIME_LIMIT
+        assert runner.pid is None
 
 
 @pytest.mark.parametrize("when", ["step", "respawn", "hang"])
