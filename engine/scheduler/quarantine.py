@@ -16,6 +16,7 @@ quarantines nobody: all are computed again together.
 """
 
 from dataclasses import dataclass
+from itertools import islice, takewhile
 
 from engine.request import PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.admission import Admission
@@ -38,9 +39,10 @@ class _Suspect:
 class Quarantine:
     """Suspects of the runner's deaths. One of them at a time is computed, while any is quarantined.
 
-    Quarantined requests go first, most urgent first, and nobody else is computed
-    meanwhile: they had seats and blocks when the runner died, and there are at most
-    as many as one step had requests.
+    Quarantined requests take their turns in policy order. Strictly more urgent ones
+    that are no suspects are computed before them, in steps of their own, until a
+    quarantined one is starved. Everybody else waits: the quarantined had seats and
+    blocks when the runner died, and there are at most as many as one step had requests.
 
     Invariant: every suspect is innocent, guilty or gone after one pass over its
     tokens, so a quarantine ends.
@@ -88,21 +90,50 @@ class Quarantine:
                 del self._suspects[grant.request_id]
 
     def fill(self, state: SchedulerState, draft: StepDraft) -> bool:
-        """Grant a step to the next quarantined request, if there is one.
+        """Grant a step to the next quarantined request, if there is one, or to more urgent ones.
 
         Returns:
-            Whether there was; then the step is its own.
+            Whether there was one; then the step is complete.
         """
+        state.starvation.update(draft.now)
         request = self._next(state)
         if request is None:
             return False
-        admission = Admission(state, draft, for_good=state.config.discipline == "static")
+        is_static = state.config.discipline == "static"
+        admission = Admission(state, draft, for_good=is_static)
+        if not is_static and not request.is_starved:
+            self._serve_more_urgent(request, state, draft, admission)
+        if not draft.granted:
+            self._serve(request, state, draft, admission)
+        return True
+
+    def _serve(self, request: Request, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
         while request.status is not RequestStatus.RUNNING and admission.try_admit(request, from_reserve=True):
             # Innocent ones that ran before hold what it lacks; without them it fits.
             others = [r for r in state.idle_holders.values() if r is not request] or state.running
             admission.preempt(others[-1], PreemptReason.RUNNER, None)
         draft.grant_chunk(request, state.config.max_chunk_tokens)
-        return True
+
+    def _serve_more_urgent(
+        self, than: Request, state: SchedulerState, draft: StepDraft, admission: Admission
+    ) -> None:
+        """Grant tokens to requests that are more urgent than the next suspect, and admit such."""
+
+        def is_more_urgent(request: Request) -> bool:
+            return state.policy.urgency(request) < state.policy.urgency(than)
+
+        if not any(map(is_more_urgent, [*state.running[:1], *islice(state.waiting, 1)])):
+            return
+        admission.let_decodes_grow()
+        running = list(takewhile(is_more_urgent, state.running))
+        waiting = list(takewhile(is_more_urgent, state.waiting))
+        for request in running:
+            if request.status is RequestStatus.RUNNING:  # it may have given way to one that grew
+                draft.grant_chunk(request, state.config.max_chunk_tokens)
+        for request in waiting:
+            if admission.try_admit(request) is not None:
+                return
+            draft.grant_chunk(request, state.config.max_chunk_tokens)
 
     def _next(self, state: SchedulerState) -> Request | None:
         """The most urgent quarantined request that is not parked; forgets who is gone."""

@@ -157,7 +157,7 @@ class Driver:
         if (
             self.config.discipline == "static"
             and any(self.scheduler.find(r) for r in seated)
-            and not self.is_quarantine(plan)
+            and not any(self.scheduler.is_quarantined(r.request_id) for r in self.alive())
         ):
             admitted = {r.request_id for r in self.scheduler.running()} - seated
             assert not admitted, "somebody joined a batch that was closed"
@@ -267,7 +267,7 @@ class Driver:
             assert grant.start == request.num_computed_tokens
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
-        if self.is_quarantine(plan):
+        if any(self.scheduler.is_quarantined(r.request_id) for r in self.alive()):
             return
         if config.discipline == "unified":
             for request in self.scheduler.running():
@@ -283,12 +283,15 @@ class Driver:
         return any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants)
 
     def check_quarantine(self, plan: Plan):
-        """Who may have killed the runner is computed alone, and before anybody else."""
+        """Who may have killed the runner is computed alone, and only more urgent ones before it."""
         held = [r for r in self.scheduler.waiting() if self.scheduler.is_quarantined(r.request_id)]
         held += [r for r in self.scheduler.running() if self.scheduler.is_quarantined(r.request_id)]
-        if held:
+        if self.is_quarantine(plan):
             assert len(plan.grants) == 1
-            assert self.is_quarantine(plan)
+        elif held:
+            most_urgent = min(map(self.urgency, held))
+            for grant in plan.grants:
+                assert self.urgency(self.scheduler.find(grant.request_id)) < most_urgent
 
     def check_stalls(self, plan: Plan):
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import io
 import os
 import random
 import signal
@@ -9,11 +10,14 @@ import subprocess
 import sys
 import time
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 import structlog
 
+from engine.decisions.file import DecisionLog
+from engine.decisions.replay import replay
 from engine.errors import InternalError
 from engine.events import Delta, Failed, Finished, Preempted, Resumed
 from engine.loop import Engine
@@ -28,6 +32,7 @@ from engine.runner.sources import ScriptedModel, ScriptedSource
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Plan
+from tests.support.decisions import MemoryLog
 from tests.support.grants import grant
 from tests.support.process import environment
 from tests.support.runners import (
@@ -163,7 +168,9 @@ async def test_signals_meant_for_the_server_do_not_touch_it(number):
 @pytest.mark.parametrize("seed", range(3))
 async def test_random_kills_change_no_token(seed):
     dice = random.Random(seed)
-    async with serving(ScriptedSource(40, 4, step_s=0.001), max_running_requests=5) as (engine, runner):
+    decisions = MemoryLog()
+    source = ScriptedSource(40, 4, step_s=0.001)
+    async with serving(source, max_running_requests=5, decisions=decisions) as (engine, runner):
         sizes = [(bytes(dice.choices(range(1, 200), k=dice.randint(1, 50))), dice.randint(1, 30))
                  for _ in range(25)]  # fmt: skip
         handles = [
@@ -180,6 +187,9 @@ async def test_random_kills_change_no_token(seed):
         outputs = await reading
     for (prompt, n), events in zip(sizes, outputs, strict=True):
         check(events, prompt, n)
+    replayed = replay(DecisionLog(Path("memory"), io.BytesIO(decisions.text())))
+    assert replayed.difference is None, str(replayed.difference)
+    assert '"LoseKv"' in decisions.text().decode()
 
 
 @pytest.mark.parametrize("token_id", [EXITS, ABORTS, KILLS_ITSELF, STOPS_ITSELF])
@@ -375,6 +385,7 @@ import asyncio, sys, time
 from engine.runner.process import ProcessRunner
 from tests.support.runners import FatalSource, SLEEPS
 from engine.scheduler.plan import Plan
+from tests.support.decisions import MemoryLog
 from tests.support.grants import grant
 
 async def main():

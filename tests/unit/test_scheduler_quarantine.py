@@ -94,12 +94,12 @@ def test_a_death_from_outside_isolates_nobody():
 
 def test_suspects_are_computed_alone_until_they_are_where_they_were():
     driver = Driver(num_blocks=32)
+    driver.submit("short", 4)
     driver.submit("long", 20)
-    driver.submit("short", 4, level=-1)
     for _ in range(4):
         driver.step()
     driver.step(dies=lambda plan: True)
-    driver.submit("late", 4, level=-10)
+    driver.submit("late", 4)
     plans = [driver.step() for _ in range(4)]
     # short: 4 known tokens and its output; long: 20 and its output, in chunks of 8
     assert [[g.request_id for g in plan.grants] for plan in plans] == [["short"]] + [["long"]] * 3
@@ -151,6 +151,38 @@ def test_killed_from_outside_it_takes_four_deaths_in_a_row_to_be_guilty():
         driver.step()
         driver.lose_kv(["a"], from_outside=True)
     assert isinstance(driver.terminal("a"), Failed)
+
+
+def test_more_urgent_ones_do_not_wait_for_suspects_nor_run_beside_them():
+    driver = Driver(num_blocks=32)
+    for name in ("a", "b"):
+        driver.submit(name, 12)
+    for _ in range(4):
+        driver.step()
+    driver.step(dies=lambda plan: True)
+    assert [g.request_id for g in driver.step().grants] == ["a"]
+    for name in ("u", "v"):
+        driver.submit(name, 8, level=-5, max_tokens=3)
+    driver.submit("late", 4)
+    plans = [driver.step() for _ in range(3)]
+    assert [[g.request_id for g in plan.grants] for plan in plans] == [["u", "v"]] * 3
+    assert all(driver.terminal(name) for name in ("u", "v"))
+    assert [g.request_id for g in driver.step().grants] == ["a"]
+    assert [g.request_id for g in driver.step().grants] == ["b"]
+    driver.finish()
+
+
+def test_a_starved_suspect_is_overtaken_no_more():
+    driver = Driver(num_blocks=32, max_wait_s=20.0)
+    driver.submit("a", 6, level=5)
+    driver.step()
+    driver.step(dies=lambda plan: True)
+    for index in range(40):
+        driver.submit(f"u{index}", 4, level=-5, max_tokens=30)
+    for _ in range(25):
+        driver.step()
+    assert len(driver.tokens("a")) > 1
+    driver.finish()
 
 
 def test_a_suspect_that_is_parked_holds_up_nobody():
