@@ -30,8 +30,9 @@ sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 test: $(STAMP) ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-soak: $(STAMP) ## the scheduler's state machine for a million steps
-	VORRANG_MACHINE_STEPS=1000000 $(BIN)/python -m pytest tests/property -s --timeout 0
+soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
+	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \
+		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
 
 bench: $(STAMP) ## what planning costs
 	PYTHONPATH=.:protos $(BIN)/python bench/scheduler.py

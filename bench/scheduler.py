@@ -10,6 +10,7 @@ import dataclasses
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,10 +19,12 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
+from engine.decisions.file import DecisionFile
 from engine.request import Request, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Finish
 from engine.scheduler.config import ClassConfig, SchedulerConfig
+from engine.scheduler.decisions import DecisionRing, DecisionSink, RecordingScheduler
 from engine.scheduler.plan import StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
@@ -41,7 +44,9 @@ def spec(index: int, level: int, num_tokens: int = PROMPT_TOKENS) -> RequestSpec
     return RequestSpec(RequestId(f"r{index}"), prompt, SAMPLING, level)
 
 
-def scheduler_with(num_running: int, num_waiting: int, *, short: bool = False) -> Scheduler:
+def scheduler_with(
+    num_running: int, num_waiting: int, *, short: bool = False, sink: DecisionSink | None = None
+) -> Scheduler:
     """A scheduler in which ``num_running`` requests decode and ``num_waiting`` can't be admitted."""
     standard = ClassConfig(1e9, 0.0, max_waiting_requests=10**9, max_waiting_tokens=10**9)
     config = SchedulerConfig(
@@ -55,7 +60,8 @@ def scheduler_with(num_running: int, num_waiting: int, *, short: bool = False) -
         standard=standard,
         batch=dataclasses.replace(standard, watermark=0.95 if short else 0.0),
     )
-    scheduler = Scheduler(config, BlockManager(num_running * 80, BLOCK_SIZE))
+    blocks = BlockManager(num_running * 80, BLOCK_SIZE)
+    scheduler = Scheduler(config, blocks) if sink is None else RecordingScheduler(config, blocks, sink)
     for index in range(num_running + num_waiting):
         scheduler.submit(spec(index, 0 if index < num_running else 10), 0.0)
     while scheduler.num_running < num_running or any(r.is_prefilling for r in scheduler.running()):
@@ -102,10 +108,19 @@ def measure_steps(repeats: int, *, short: bool, running: tuple[int, ...]) -> dic
         for num_waiting in WAITING:
             scheduler = scheduler_with(num_running, num_waiting, short=short)
             gc.collect()
-            gc.freeze()  # as a server does once it is up: what stays is not looked at again and again
             figures[num_running][num_waiting] = step_us(scheduler, repeats)
-            gc.unfreeze()
             del scheduler
+    return figures
+
+
+def measure_recording(repeats: int) -> dict[str, float]:
+    """Microseconds of a step with 256 running requests, by who listens to the decisions."""
+    figures = {"nobody": step_us(scheduler_with(256, 0), repeats)}
+    figures["a ring of 1,024 steps"] = step_us(scheduler_with(256, 0, sink=DecisionRing(1024)), repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        file = DecisionFile(Path(folder) / "decisions.jsonl")
+        figures["a file"] = step_us(scheduler_with(256, 0, sink=file), repeats)
+        file.close()
     return figures
 
 
@@ -191,6 +206,13 @@ def main() -> None:
     console.print(steps_table("plan + commit, steady decode, median us", steady))
     short = measure_steps(options.repeats, short=True, running=(32, 256, 1024))
     console.print(steps_table("plan + commit, short of blocks, median us", short))
+    recording = measure_recording(options.repeats)
+    table = Table(title="plan + commit, 256 running, median us")
+    table.add_column("who listens to the decisions")
+    table.add_column("us", justify="right")
+    for name, us in recording.items():
+        table.add_row(name, f"{us:,.0f}")
+    console.print(table)
     calls = measure_calls(options.repeats)
     table = Table(title="one call, median us")
     table.add_column("call")
@@ -202,6 +224,7 @@ def main() -> None:
     figures = {
         "steady_us": steady,
         "short_of_blocks_us": short,
+        "recording_us": recording,
         "calls_us": calls,
         "repeats": options.repeats,
     }

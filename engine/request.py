@@ -113,7 +113,7 @@ class Request:
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
         num_bypassed: admissions of others that passed it while it did not fit.
         num_outputs_at_resume: output tokens it had when it last resumed; None before the first time.
-        idle_since: time it last arrived, or the last step was planned that computed a token of it.
+        idle_since: time it last arrived or was granted a token.
         is_starved: it waited longer than its class may; served by the reserved share, until its end.
         holds_all: admitted with blocks for its longest length; it is never evicted.
         has_started: it had a seat before.

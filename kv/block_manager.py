@@ -59,6 +59,7 @@ class BlockManager:
         self._references = [0] * num_blocks
         self._hashes: list[bytes | None] = [None] * num_blocks
         self._index = PrefixIndex()
+        self._pending: dict[bytes, KvOwner] = {}  # full blocks that are held, but not computed yet
         self._owners: dict[str, KvOwner] = {}
 
     @property
@@ -93,6 +94,24 @@ class BlockManager:
                 num_free += self._references[block] == 0
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, num_free)
 
+    def being_computed(self, owner: KvOwner, hit: PrefixHit) -> tuple[KvOwner, int] | None:
+        """Who holds the blocks that follow the owner's hit, without having computed them yet.
+
+        Returns:
+            That owner, and how many blocks both would fill alike; None when there is nobody.
+        """
+        first, num_usable = len(hit.blocks), (len(owner.token_ids) - 1) // self.block_size
+        if first >= num_usable or not self.enable_prefix_cache:
+            return None
+        other = self._pending.get(owner.block_hashes[first])
+        if other is None:
+            return None
+        mine, theirs = owner.block_hashes, other.block_hashes
+        longest = min(num_usable, len(theirs))
+        # Hashes are chained, so where two differ they differ from there on.
+        end = bisect_left(range(longest), True, lo=first, key=lambda i: mine[i] != theirs[i])
+        return other, end - first
+
     def num_blocks_to_admit(self, owner: KvOwner, hit: PrefixHit, num_tokens: int | None = None) -> int:
         """Free blocks that admitting the owner, with room for ``num_tokens`` (its known ones), consumes."""
         num_tokens = len(owner.token_ids) if num_tokens is None else num_tokens
@@ -118,6 +137,8 @@ class BlockManager:
         owner.num_confirmed_blocks = len(hit.blocks)
         self._owners[owner.request_id] = owner
         self._extend(owner.block_table, self.blocks_for(num_tokens))
+        for block_hash in owner.block_hashes[len(hit.blocks) :]:
+            self._pending.setdefault(block_hash, owner)
         return True
 
     def grow(self, owner: KvOwner, num_tokens: int | None = None) -> bool:
@@ -146,6 +167,7 @@ class BlockManager:
             self._hashes[block] = block_hash
             self._rank[block] = owner.cache_rank
             self._index.add(block_hash, block)
+            self._forget_pending(owner, block_hash)
         owner.num_confirmed_blocks = num_full
 
     def free(self, owner: KvOwner) -> int:
@@ -155,6 +177,8 @@ class BlockManager:
             Blocks that nobody holds any more.
         """
         del self._owners[owner.request_id]
+        for block_hash in owner.block_hashes[owner.num_confirmed_blocks :]:
+            self._forget_pending(owner, block_hash)
         references, hashes, unhashed = self._references, self._hashes, self._free[0]
         num_freed = 0
         for block in reversed(owner.block_table):  # tail first: the start of a prefix is worth most
@@ -176,6 +200,7 @@ class BlockManager:
         Nobody may hold a block. The order of reuse starts anew.
         """
         assert not self._owners
+        assert not self._pending
         self._free = [FreeList(self.num_blocks, filled=not i) for i in range(len(self._free))]
         self._hashes = [None] * self.num_blocks
         self._index = PrefixIndex()
@@ -195,6 +220,10 @@ class BlockManager:
     def reclaim(self, keep: Collection[int] = ()) -> "Reclaim":
         """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""
         return Reclaim(self._references, self.table, keep)
+
+    def _forget_pending(self, owner: KvOwner, block_hash: bytes) -> None:
+        if self._pending.get(block_hash) is owner:
+            del self._pending[block_hash]
 
     def _free_list(self, block: int) -> FreeList:
         """Where a block stands, or would stand, when nobody holds it."""
@@ -238,6 +267,9 @@ class BlockManager:
                 num_findable += 1
                 assert self._index.holds(block_hash, block), "a hashed block is not findable"
         assert num_findable == self._index.num_entries, "the index knows blocks that are not hashed"
+        for block_hash, owner in self._pending.items():
+            assert self._owners[owner.request_id] is owner, "a pending block of nobody"
+            assert block_hash in owner.block_hashes[owner.num_confirmed_blocks : len(owner.block_table)]
 
 
 class Reclaim:

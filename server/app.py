@@ -1,6 +1,7 @@
 """Puts the server together and takes it through its life: listen, load, serve, drain, stop."""
 
 import asyncio
+import gc
 import ipaddress
 import threading
 from collections.abc import Awaitable, Callable
@@ -197,6 +198,8 @@ class App:
             decisions=self._decisions,
         )
         self.backend.set_engine(engine)
+        gc.collect()
+        gc.freeze()  # a model's modules stay for good; without them a collection takes no longer than a step
         try:
             async with asyncio.TaskGroup() as group:
                 running = group.create_task(self._run_engine(engine), name="engine")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.events import Preempted
-from engine.request import PreemptReason, Request, RequestStatus
+from engine.request import PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.eviction import choose_latest, choose_victims
 from engine.scheduler.state import SchedulerState
@@ -76,6 +76,13 @@ class Admission:
             return Gate.JUST_PREEMPTED
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
         hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        if (
+            hit is not None
+            and not from_reserve
+            and not self._for_good
+            and self._waits_for_prefix(request, hit)
+        ):
+            return Gate.PREFIX
         holds_all = self._for_good or request.is_starved
         holds_all |= request.num_preemptions >= self._config.max_preemptions
         num_tokens = self._num_tokens_to_hold(request, holds_all=holds_all)
@@ -98,6 +105,30 @@ class Admission:
         if event is not None:
             self._draft.events.append(event)
         return None
+
+    def _waits_for_prefix(self, request: Request, hit: PrefixHit) -> bool:
+        """Whether somebody computes the next tokens of its prompt right now, enough to wait for them.
+
+        That prefill inherits the request's urgency until the shared blocks are done: it
+        is granted them now, and is not evicted for anybody less urgent.
+        """
+        found = self._blocks.being_computed(request, hit)
+        if found is None:
+            return False
+        prefill, num_blocks = self._state.requests[RequestId(found[0].request_id)], found[1]
+        if prefill.status is not RequestStatus.RUNNING:
+            return False
+        shared_tokens = hit.num_tokens + num_blocks * self._blocks.block_size
+        num_missing = shared_tokens - prefill.num_computed_tokens
+        if num_missing < self._config.prefix_wait_tokens:
+            return False
+        inherited = self._state.inherited
+        urgency = min(self._policy.urgency(request), inherited.get(prefill, self._policy.urgency(prefill)))
+        inherited[prefill] = urgency
+        num_missing -= self._draft.granted.get(prefill, 0)
+        if num_missing > 0:
+            self._draft.grant_chunk(prefill, self._config.max_chunk_tokens, num_missing)
+        return True
 
     def num_blocks_for_starved(self, request: Request) -> int:
         """Free blocks that admitting a starved request would consume."""
@@ -249,6 +280,7 @@ class Admission:
             policy=self._policy,
         )
         if victims is None:
-            behind = self._state.running[self._state.running.index(request) + 1 :]
+            equals_first = self._state.running_from(urgency)
+            behind = equals_first[equals_first.index(request) + 1 :]
             victims = choose_latest([r for r in behind if not r.holds_all], blocks=self._blocks)
         return victims

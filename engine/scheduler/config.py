@@ -52,6 +52,8 @@ class SchedulerConfig:
         resume_quantum_tokens: output tokens a resumed request may produce before an arrival evicts it again.
         max_preemptions: preemptions after which a request is admitted for good.
         max_preemptions_per_step: preemptions for arrivals in one step; a single arrival may need more.
+        prefix_wait_tokens: tokens of a prefix that somebody computes right now and that are worth
+            waiting for. A step's fixed cost in tokens; 160 to 370 for an 8B model on today's cards.
         max_bypass: admissions of others that may pass a request that does not fit.
         starved_share: share of the seats and prefill tokens kept for starved requests; at least one of each.
         interactive, standard, batch: rules by class.
@@ -79,6 +81,7 @@ class SchedulerConfig:
     resume_quantum_tokens: int = 16
     max_preemptions: int = 8
     max_preemptions_per_step: int = 8
+    prefix_wait_tokens: int = 256
     max_bypass: int = 32
     starved_share: float = 0.1
     interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
@@ -95,6 +98,7 @@ class SchedulerConfig:
         at_least |= {
             "preempt_level_gap": 1,
             "resume_quantum_tokens": 0,
+            "prefix_wait_tokens": 1,
             "max_bypass": 0,
             "max_context_tokens": 2,
         }

@@ -225,7 +225,8 @@ class RecordingScheduler(Scheduler):
 
     def _decision(self, plan: Plan, now: float) -> Decision:
         grants = tuple(
-            GrantDecision(g.request_id, g.start, g.num_tokens, g.output_index, g.level) for g in plan.grants
+            tuple.__new__(GrantDecision, (request.request_id, start, num_tokens, output_index, request.level))
+            for request, start, num_tokens, _, output_index in plan.grants
         )
         return Decision(
             plan.step,

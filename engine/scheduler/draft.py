@@ -15,6 +15,7 @@ class Gate(enum.Enum):
     WATERMARK = "watermark"
     BUDGET = "budget"
     JUST_PREEMPTED = "just_preempted"
+    PREFIX = "prefix"
 
 
 class StepDraft:

@@ -104,14 +104,12 @@ class Plan:
         grants: decodes first, then prefill chunks, each in policy order.
         events: what planning decided (started, resumed, preempted, finished), in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
-        now: when it was planned, in seconds of the caller's clock.
     """
 
     step: int
     grants: tuple[Grant, ...]
     events: tuple[SchedulerEvent, ...] = ()
     gate: Gate | None = None
-    now: float = 0.0
 
     @property
     def num_tokens(self) -> int:

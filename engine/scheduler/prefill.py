@@ -5,8 +5,16 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.state import SchedulerState
 
-#: Waiting requests that are looked at past a head that does not fit.
-MAX_SCAN = 16
+#: Waiting requests that are looked past in a step: while they do not fit, and while they wait for a prefix.
+MAX_SCAN, MAX_PREFIX_WAITERS = 16, 64
+
+
+def grant_decodes(state: SchedulerState, draft: StepDraft) -> None:
+    """A token for every decode, and for prompts that miss a single one: they cost as little."""
+    draft.grant_one_each(state.decoding)
+    for request in state.prefilling:
+        if request.num_missing_tokens == 1:
+            draft.grant(request, 1)
 
 
 class PrefillPass:
@@ -27,6 +35,7 @@ class PrefillPass:
 
     def run(self, starved: list[Request]) -> None:
         """Grant tokens and admit; ``starved`` requests come first, oldest first."""
+        self._state.inherited.clear()
         self._serve_starved(starved)
         self._grant_prefills_and_admit()
 
@@ -35,7 +44,8 @@ class PrefillPass:
 
         A seat needs no keeping: the starved are served before anybody else is admitted.
         """
-        num_tokens = self._config.num_reserved_tokens(self._draft.budget_tokens)
+        # One even of no budget: whoever it evicts gives tokens back.
+        num_tokens = max(1, self._config.num_reserved_tokens(self._draft.budget_tokens))
         num_seats = self._config.num_reserved_seats
         num_seats -= sum(request.status is RequestStatus.RUNNING for request in starved)
         for request in starved:
@@ -81,7 +91,8 @@ class PrefillPass:
             return all(misfit.num_bypassed < self._config.max_bypass for misfit in misfits.values())
         if self._draft.gate is None:
             self._draft.gate = gate
-        if gate not in (Gate.BLOCKS, Gate.WATERMARK):
+        if gate not in (Gate.BLOCKS, Gate.WATERMARK, Gate.PREFIX):
             return False  # seats and budget are not to be had for whoever comes later, either
         misfits[request.request_id] = request
-        return request.num_bypassed < self._config.max_bypass and len(misfits) < MAX_SCAN
+        num_max = MAX_PREFIX_WAITERS if gate is Gate.PREFIX else MAX_SCAN
+        return request.num_bypassed < self._config.max_bypass and len(misfits) < num_max

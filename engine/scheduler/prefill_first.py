@@ -17,7 +17,7 @@ from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.eviction import retraction_order
-from engine.scheduler.prefill import PrefillPass
+from engine.scheduler.prefill import PrefillPass, grant_decodes
 from engine.scheduler.state import SchedulerState
 
 #: Output tokens beyond which nothing is reserved for a request.
@@ -179,7 +179,7 @@ class PrefillFirst:
             grown = state.blocks.grow(request)
             assert grown, "retraction promised the blocks"
         state.growing.clear()
-        draft.grant_one_each(state.decoding)
+        grant_decodes(state, draft)
         if retracted:
             self.ratio.retracted(state.running)
         elif draft.granted:

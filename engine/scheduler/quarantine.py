@@ -95,6 +95,7 @@ class Quarantine:
         Returns:
             Whether there was one; then the step is complete.
         """
+        state.inherited.clear()
         state.starvation.update(draft.now)
         request = self._next(state)
         if request is None:
@@ -131,7 +132,7 @@ class Quarantine:
             if request.status is RequestStatus.RUNNING:  # it may have given way to one that grew
                 draft.grant_chunk(request, state.config.max_chunk_tokens)
         for request in waiting:
-            if admission.try_admit(request) is not None:
+            if admission.try_admit(request, from_reserve=True):  # and without waiting for a prefix
                 return
             draft.grant_chunk(request, state.config.max_chunk_tokens)
 

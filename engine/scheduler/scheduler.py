@@ -201,7 +201,7 @@ class Scheduler:
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
-        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate, now)
+        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
@@ -210,13 +210,12 @@ class Scheduler:
             Failures and sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        planned_at = plan.now
         failures, sampled = result.failures, result.sampled
         events: list[SchedulerEvent] = []
         producers: list[Request] = []
         ended: list[Request] = []
-        for granted, start, num_tokens, _, output_index in plan.grants:
-            request = cast("Request", granted)
+        grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
+        for request, start, num_tokens, _, output_index in grants:
             if request.status is not running:
                 continue  # it ended, was preempted or parked meanwhile
             request_id = request.request_id
@@ -225,7 +224,6 @@ class Scheduler:
                 continue
             num_computed = start + num_tokens
             request.num_computed_tokens = num_computed
-            request.idle_since = planned_at
             if output_index is not None:
                 token_id = sampled[request_id]
                 if output_index == 0:
@@ -251,7 +249,9 @@ class Scheduler:
     @staticmethod
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
         grants: list[Grant] = []
+        now = draft.now
         for request, num_tokens in draft.granted.items():
+            request.idle_since = now
             start = request.num_computed_tokens
             end, num_known = start + num_tokens, len(request.token_ids)
             output_index = end - request.num_prompt_tokens if end == num_known else None

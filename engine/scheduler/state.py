@@ -26,6 +26,7 @@ class SchedulerState:
         decoding: the others: they miss their last output token alone.
         growing: decoding requests whose next token has no block yet.
         idle_holders: requests that hold blocks without a seat: parked, or waiting after they were.
+        inherited: urgency that prefills under way were lent in the last step by who waits for their prefix.
         waiting: requests that wait, never admitted or preempted, in policy order.
         parked: requests that are not to be computed; they may hold blocks.
         requests: all that are alive, by id.
@@ -42,6 +43,7 @@ class SchedulerState:
         self.decoding: list[Request] = []
         self.growing: dict[RequestId, Request] = {}
         self.idle_holders: dict[RequestId, Request] = {}
+        self.inherited: dict[Request, int] = {}
         self.waiting = policy.new_queue()
         self.parked: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
@@ -136,6 +138,7 @@ class SchedulerState:
         events: list[SchedulerEvent] = [
             self.preempt(request, PreemptReason.RUNNER, None, step, now) for request in holders
         ]
+        self.inherited.clear()
         self.blocks.forget_all()
         return events
 
@@ -213,8 +216,11 @@ class SchedulerState:
             insort(self.decoding, request, key=self.policy.key)
 
     def running_from(self, urgency: int) -> list[Request]:
-        """Running requests of this urgency and less urgent ones, in policy order."""
-        return self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
+        """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
+        running = self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
+        if self.inherited:
+            running = [r for r in running if self.inherited.get(r, urgency) >= urgency]
+        return running
 
     def _seat(self, request: Request) -> None:
         insort(self.running, request, key=self.policy.key)

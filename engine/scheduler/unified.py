@@ -9,7 +9,7 @@ scheduler), made aware of urgency: see docs/SCHEDULING.md for the numbered rules
 from engine.scheduler.admission import Admission
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import StepDraft
-from engine.scheduler.prefill import PrefillPass
+from engine.scheduler.prefill import PrefillPass, grant_decodes
 from engine.scheduler.state import SchedulerState
 
 
@@ -26,8 +26,5 @@ class Unified:
         starved = state.starvation.update(draft.now)
         admission = Admission(state, draft)
         admission.let_decodes_grow()
-        draft.grant_one_each(state.decoding)
-        for request in state.prefilling:
-            if request.num_missing_tokens == 1:
-                draft.grant(request, 1)
+        grant_decodes(state, draft)
         PrefillPass(state, draft, admission).run(starved)

@@ -56,11 +56,12 @@ def _known(values: Mapping[str, Value]) -> dict[str, Value]:
 _NO_ARRIVALS = _known({"preempt_for_arrivals": False}) or {"preempt_level_gap": 1000}
 
 #: What Vorrang has and vLLM has not, switched off: a watermark, passing a request that
-#: does not fit, a share for whoever starves, bounds on preemption.
+#: does not fit, waiting for a prefix, a share for whoever starves, bounds on preemption.
 LIKE_VLLM: Mapping[str, Value] = _known(
     {
         "watermark": 0.0,
         "max_bypass": 0,
+        "prefix_wait_tokens": 1_000_000_000,
         "max_wait_s": 1e9,
         "max_preemptions": 1_000_000,
         "resume_quantum_tokens": 0,
@@ -74,7 +75,13 @@ PRESETS: Mapping[str, Mapping[str, Value]] = {
     # Overtaking in the queue alone, as with vLLM's --scheduling-policy priority.
     "vllm-like": {"policy": "priority", **_NO_ARRIVALS, **LIKE_VLLM},
     "fair": {"policy": "fair"},
-    "prefill-first": {"policy": "priority", "discipline": "prefill_first"},
+    # Its steps of prefills are as large as SGLang's.
+    "prefill-first": {
+        "policy": "priority",
+        "discipline": "prefill_first",
+        "max_step_tokens": 8192,
+        "max_chunk_tokens": 8192,
+    },
     "static": {"policy": "priority", "discipline": "static"},
 }
 

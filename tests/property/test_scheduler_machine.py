@@ -1,8 +1,9 @@
-"""A Hypothesis state machine over the scheduler: any calls, in any order, on small pools."""
+"""A Hypothesis state machine over the scheduler: any calls, in any order, on small pools.
 
-import io
+The random walk beside it makes many more steps; this one finds the shortest run that fails.
+"""
+
 import os
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, seed, settings
@@ -15,8 +16,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from engine.decisions.file import DecisionLog
-from engine.decisions.replay import replay
 from engine.errors import PoolExceeded
 from engine.request import RequestId
 from engine.scheduler.commands import Finish, Park, Preempt, SetLevel, Unpark
@@ -24,7 +23,7 @@ from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
 
 LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
-MIN_STEPS = int(os.environ.get("VORRANG_MACHINE_STEPS", "20000"))
+MIN_STEPS = int(os.environ.get("VORRANG_MACHINE_STEPS", "5000"))
 SEED = int(os.environ.get("VORRANG_SEED", "20261129"))
 
 
@@ -44,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prefix_cache=st.booleans(),
         more=st.fixed_dictionaries(
             {
+                "prefix_wait_tokens": st.sampled_from([256, 1, 4, 12]),
                 "max_bypass": st.sampled_from([0, 0, 1, 3]),
                 "max_wait_s": st.sampled_from([1e9, 1e9, 60.0, 8.0]),
                 "resume_quantum_tokens": st.sampled_from([0, 2, 5]),
@@ -164,15 +164,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.finish()
         SchedulerMachine.num_steps += self.driver.num_steps
         SchedulerMachine.num_preemptions += sum(self.driver.preemptions(n) for n in self.driver.seen)
-        self.replay()
-
-    def replay(self):
-        """7: the same calls give the same plans and events, also by way of the log's text."""
-        log = DecisionLog(Path("memory"), io.BytesIO(self.log.text()))
-        done = replay(log)
-        assert done.difference is None, str(done.difference)
-        assert done.num_calls == log.end.num_records
-        assert done.num_steps >= self.driver.num_steps
+        self.log.replay(self.driver.num_steps)
 
 
 @pytest.mark.slow
@@ -194,4 +186,6 @@ def test_any_calls_in_any_order_keep_every_invariant():  # vLLM 36
         )
         rounds += 1
     print(f"{SchedulerMachine.num_steps} steps, {SchedulerMachine.num_preemptions} preemptions, seed {SEED}")
-    assert SchedulerMachine.num_preemptions > 100, "the pools were not small enough to mean anything"
+    assert SchedulerMachine.num_preemptions > MIN_STEPS // 500, (
+        "the pools were not small enough to mean anything"
+    )

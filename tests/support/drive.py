@@ -2,15 +2,16 @@
 
 ``Driver`` keeps a model of what must hold that shares no code with the
 scheduler: what was emitted, who ended, who may be evicted. Numbers in comments
-are those of the invariants in docs/SCHEDULING.md.
+are those of the invariants in docs/SCHEDULING.md; ``tests.support.oracle`` holds
+single rules.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from itertools import groupby
 
-from engine.errors import InternalError
+from engine.errors import InternalError, VorrangError
 from engine.events import (
     TERMINAL,
     Failed,
@@ -22,36 +23,48 @@ from engine.events import (
     TokensSampled,
 )
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
-from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
-from engine.scheduler.plan import Plan
+from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
+from tests.support import oracle
+from tests.support.readback import ReadBackRunner, Text, text_of
+from tests.support.seen import Seen, Standing
 
 #: Reasons that are nobody's claim on what a request holds.
 FORCED = (PreemptReason.OPERATOR, PreemptReason.RUNNER)
 
 
-@dataclass
-class Seen:
-    """What a client would have seen of one request."""
+def grants(plan: Plan) -> dict[str, int]:
+    """Tokens granted, by request, in the order of the plan."""
+    return {str(grant.request_id): len(grant.token_ids) for grant in plan.grants}
 
-    spec: RequestSpec
-    expected: list[int]
-    tokens: list[int] = field(default_factory=list)
-    events: list[SchedulerEvent] = field(default_factory=list)
-    terminal: SchedulerEvent | None = None
-    holds: bool = False
-    progress_at: float = 0.0
-    num_earlier: int = 0
-    disturbed: bool = False
+
+def events(plan: Plan, kind) -> list:
+    """A plan's events of one kind."""
+    return [event for event in plan.events if isinstance(event, kind)]
 
 
 class Driver:
-    def __init__(self, *, num_blocks=16, block_size=4, prefix_cache=True, decisions=None, **config):
+    """A scheduler, a model and the checks.
+
+    ``check_every_call``: recount the scheduler's counters after every call, not only
+    after every step. Long random runs leave that to some of their episodes.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_blocks=16,
+        block_size=4,
+        prefix_cache=True,
+        decisions=None,
+        check_every_call=True,
+        **config,
+    ):
         config = {"max_running_requests": 4, "max_step_tokens": 16, "max_chunk_tokens": 8} | config
         config = {"max_context_tokens": 512} | config
         # Simple rules unless a test asks for others: no watermark, no bypass, nobody starves.
@@ -61,18 +74,23 @@ class Driver:
             own = 0.0 if name == "interactive" else watermark
             config.setdefault(name, ClassConfig(max_wait_s, own))
         self.config = SchedulerConfig(**config)
-        self.runner = ScriptedRunner(num_blocks, block_size)
+        self.texts: dict[RequestId, Text] = {}
+        self.runner = ReadBackRunner(num_blocks, block_size, self.texts)
         self.blocks = BlockManager(num_blocks, block_size, enable_prefix_cache=prefix_cache)
         self.scheduler = (
             Scheduler(self.config, self.blocks)
             if decisions is None
             else RecordingScheduler(self.config, self.blocks, decisions)
         )
+        self.check_every_call = check_every_call
         self.seen: dict[RequestId, Seen] = {}
+        self.seen_alive: dict[RequestId, Seen] = {}  # in order of arrival
         self.now = 0.0
         self.num_steps = 0
         self.longest = 0
         self.num_forced: Counter[RequestId] = Counter()
+        self.max_wait_s = max(self.config.class_config(level).max_wait_s for level in (-10, 0, 10))
+        self.decoded_last = False  # the last step of prefill_first was one of decodes
 
     # What can be done
 
@@ -89,22 +107,41 @@ class Driver:
             request_id, tuple(prompt), sampling, level, eos, salt, tenant, queue_deadline, total_deadline
         )
         displaced = self.scheduler.submit(spec, self.now)
+        oracle.check_displaced(self, spec, displaced)
         self.longest = max(self.longest, len(prompt) + max_tokens)
-        seed = sampling.seed if sampling.temperature > 0 else 0
-        self.seen[request_id] = Seen(
+        self.texts[request_id] = text = text_of(prompt, sampling)
+        expected = text.token_ids[len(prompt) :]
+        self.seen[request_id] = self.seen_alive[request_id] = Seen(
             spec,
-            expected_output(prompt, max_tokens, seed),
+            expected,
+            oracle.natural_end(spec, expected, self.blocks.num_blocks * self.blocks.block_size),
             progress_at=self.now,
-            num_earlier=sum(seen.terminal is None for seen in self.seen.values()),
+            idle_at=self.now,
+            num_earlier=len(self.seen_alive),
         )
         self.book(displaced)
+        oracle.check_limits(self, spec)
         self.check()
         return request_id
 
+    def try_submit(self, name, prompt=8, **more) -> VorrangError | None:
+        """Like ``submit``; what refuses the request is checked and returned."""
+        try:
+            self.submit(name, prompt, **more)
+        except VorrangError as error:
+            oracle.check_refusal(self, error, len(prompt), more.get("level", 0), more.get("tenant", ""))
+            self.check()
+            return error
+        return None
+
     def apply(self, command: Command) -> list[SchedulerEvent]:
-        if isinstance(command, Park | Unpark | Preempt) and command.request_id in self.seen:
-            self.seen[command.request_id].disturbed = True  # whoever asks for it can't ask for a bound
+        seen = self.seen_alive.get(command.request_id)
+        if seen is not None and isinstance(command, Park | Unpark | Preempt):
+            seen.disturbed = True  # whoever asks for it can't ask for a bound
+            seen.idle_at = self.now
         events = self.scheduler.apply(command, self.now)
+        assert seen is not None or not events, "a command to one that has ended did something"  # 7
+        assert all(event.request_id == command.request_id for event in events)
         self.book(events)
         self.check()
         return events
@@ -132,37 +169,53 @@ class Driver:
 
     def lose_kv(self, suspects=(), *, from_outside=False) -> list[SchedulerEvent]:
         """The runner dies, and its memory with it."""
-        self.runner = ScriptedRunner(self.blocks.num_blocks, self.blocks.block_size)
-        for seen in self.seen.values():
-            seen.disturbed = True  # no bound holds for what a dying runner makes one wait
+        self.runner = ReadBackRunner(self.blocks.num_blocks, self.blocks.block_size, self.texts)
+        self.disturb_all()
         holders = {r.request_id for r in self.alive() if self.blocks.holds(r.request_id)}
-        events = self.apply(LoseKv(tuple(suspects), from_outside, InternalError("incident")))
+        command = LoseKv(tuple(suspects), from_outside, InternalError("incident"))
+        events = self.scheduler.apply(command, self.now)
         failed = {e.request_id for e in events if isinstance(e, Failed)}
         assert len(failed) <= 1
         assert {e.request_id for e in events if isinstance(e, Preempted)} == holders - failed
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
+        self.book(events)
+        self.check()
         assert all(not self.blocks.match(request).blocks for request in self.alive())
         return events
 
-    def step(self, *, between: tuple[Command, ...] = (), dies: Callable[[Plan], bool] | None = None) -> Plan:
-        """Plan, compute, obey commands that come in between, commit; ``dies``: whether the runner does."""
+    def disturb_all(self):
+        """No bound holds for what a dying runner makes one wait."""
+        for request_id, seen in self.seen_alive.items():
+            seen.disturbed = True
+            request = self.scheduler.find(request_id)
+            seen.starved |= request is not None and request.is_starved
+
+    def step(
+        self,
+        *,
+        between: tuple[Command, ...] = (),
+        failing: dict[str, VorrangError] | None = None,
+        dies: Callable[[Plan], bool] | None = None,
+    ) -> Plan:
+        """Plan, compute, obey commands that come in between, commit; rows of ``failing`` fail.
+
+        ``dies``: whether the runner dies of a plan.
+        """
         self.now += 1.0
-        alive = [r for r in self.seen if self.scheduler.find(r)]
-        seated = {r.request_id for r in self.scheduler.running()}
-        idle = {r for r in alive if self.blocks.holds(r) and r not in seated}
+        before = self.standing()
+        held = [r for r in before.running + before.waiting if self.scheduler.is_quarantined(r.request_id)]
         plan = self.scheduler.plan(self.now)
         self.num_steps += bool(plan.grants)
-        self.check_plan(plan, alive, idle)
-        self.check_quarantine(plan)
-        if (
-            self.config.discipline == "static"
-            and any(self.scheduler.find(r) for r in seated)
-            and not any(self.scheduler.is_quarantined(r.request_id) for r in self.alive())
-        ):
-            admitted = {r.request_id for r in self.scheduler.running()} - seated
-            assert not admitted, "somebody joined a batch that was closed"
+        after = self.standing()
+        if held:
+            self.disturb_all()
+        self.check_plan(plan, before, after, held)
         self.book(plan.events)
         self.check()
+        oracle.check_deadlines(self, plan)
+        if not held:
+            oracle.check_bypass(self, before, after)
+            oracle.check_ageing(self, plan, before, after)
         self.check_stalls(plan)
         if dies is not None and plan.grants and dies(plan):
             for command in between:
@@ -170,11 +223,26 @@ class Driver:
             self.lose_kv([grant.request_id for grant in plan.grants])
             return plan
         result = self.runner.run(plan)
+        if failing:
+            result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
         for command in between:
             self.apply(command)
+        seated = {r.request_id for r in self.scheduler.running()}
+        must_fail = [g.request_id for g in plan.grants if g.request_id in seated & result.failures.keys()]
         self.book(self.scheduler.commit(plan, result, self.now + 0.5))
-        self.check()
+        assert all(isinstance(self.seen[request_id].terminal, Failed) for request_id in must_fail)
+        self.check(step=True)
         return plan
+
+    def standing(self) -> Standing:
+        """Who stands where now."""
+        running = self.scheduler.running()
+        seated = {r.request_id for r in running}
+        idle: set[RequestId] = set()
+        if self.blocks.num_owners > len(seated):
+            idle = {r for r in self.seen_alive if r not in seated and self.blocks.holds(r)}
+        waiting, parked = self.scheduler.waiting(), self.scheduler.parked()
+        return Standing(running, waiting, parked, len(self.seen_alive), seated, idle)
 
     def run(self, max_steps=10_000):
         while self.scheduler.has_requests:
@@ -212,7 +280,7 @@ class Driver:
         return self.seen[RequestId(name)].terminal
 
     def preemptions(self, name) -> int:
-        return sum(isinstance(e, Preempted) for e in self.seen[RequestId(name)].events)
+        return self.seen[RequestId(name)].num_preemptions
 
     # What must hold
 
@@ -227,37 +295,52 @@ class Driver:
                 assert list(event.token_ids) == seen.expected[event.first_index : len(seen.tokens)]
             elif isinstance(event, Started | Resumed):
                 assert not seen.holds
-                earlier = any(isinstance(e, Started) for e in seen.events[:-1])
-                assert isinstance(event, Resumed) == earlier
-                seen.holds = True
+                assert isinstance(event, Resumed) == seen.started
+                if isinstance(event, Started) and event.num_cached_tokens:
+                    oracle.check_cached(self, seen, event.num_cached_tokens)
+                if isinstance(event, Resumed):
+                    seen.num_tokens_at_resume = len(seen.tokens)
+                seen.holds = seen.started = True
             elif isinstance(event, Preempted):
                 assert seen.holds, "preempted again before it was admitted again"  # 5
                 seen.holds = False
+                seen.idle_at = self.now
+                seen.num_preemptions += 1
                 self.num_forced[event.request_id] += event.reason in FORCED
-                assert event.count == sum(isinstance(e, Preempted) for e in seen.events)
+                assert event.count == seen.num_preemptions
             elif isinstance(event, TERMINAL):
                 seen.terminal = event
                 seen.holds = False
-                assert isinstance(event, Failed) or event.usage.output_tokens == len(seen.tokens)
+                del self.seen_alive[event.request_id]
+                if isinstance(event, Finished):
+                    assert event.usage.output_tokens == len(seen.tokens)
+                    oracle.check_end(self, seen, event)
 
-    def check(self):
-        self.scheduler.check_integrity()  # 1
-        for request in self.alive():
-            assert self.seen[request.request_id].holds == self.blocks.holds(request.request_id)
-        alive = {r for r, seen in self.seen.items() if seen.terminal is None}
-        assert alive == {r.request_id for r in self.alive()}
+    def check(self, *, step=False):
+        if step or self.check_every_call:
+            self.scheduler.check_integrity()  # 1
+        find, holds = self.scheduler.find, self.blocks.holds
+        num_alive = self.scheduler.num_running + self.scheduler.num_waiting + len(self.scheduler.parked())
+        assert num_alive == len(self.seen_alive)
+        last_arrival = -1
+        for request_id, seen in self.seen_alive.items():
+            request = find(request_id)
+            assert request is not None
+            assert seen.holds == holds(request_id)
+            assert request.arrival_seq > last_arrival, "seniority was lost"
+            last_arrival = request.arrival_seq
 
     def alive(self) -> list[Request]:
         return [*self.scheduler.running(), *self.scheduler.waiting(), *self.scheduler.parked()]
 
-    def check_plan(self, plan: Plan, alive: list[RequestId], idle_before: set[RequestId]):
-        config = self.config
-        ids = [grant.request_id for grant in plan.grants]
-        assert len(set(ids)) == len(ids)
+    def check_plan(self, plan: Plan, before: Standing, after: Standing, held: Sequence[Request]):
+        config, running = self.config, after.running
+        ids = {grant.request_id for grant in plan.grants}
+        assert len(ids) == len(plan.grants)
         assert plan.num_tokens <= config.max_step_tokens
         assert len(ids) <= config.max_running_requests
         ended = {e.request_id for e in plan.events if isinstance(e, TERMINAL)}
-        if set(alive) - ended - {r.request_id for r in self.scheduler.parked()}:
+        if before.num_alive > len(ended) + len(after.parked):
             assert plan.grants, "something admissible waits, but the step is empty"
         for grant in plan.grants:
             request = self.scheduler.find(grant.request_id)
@@ -267,28 +350,38 @@ class Driver:
             assert grant.start == request.num_computed_tokens
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
-        if any(self.scheduler.is_quarantined(r.request_id) for r in self.alive()):
+            assert grant.banned_token_ids == oracle.banned(request.spec, grant.output_index)
+        if held:
+            self.num_forced.update(
+                e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
+            )
+            self.check_preemptions(plan, before.idle, after.seated)
+            self.check_quarantine(plan, held)
             return
         if config.discipline == "unified":
-            for request in self.scheduler.running():
-                if request.num_missing_tokens == 1:
+            for request in running:
+                # A starved one may be given its seat and its blocks before its first token.
+                if request.num_missing_tokens == 1 and request.request_id in before.seated:
                     assert request.request_id in ids, "a decode was left out"
+        if config.discipline == "static" and before.seated & after.seated:
+            assert before.seated >= after.seated, "somebody joined a batch that was closed"
         self.num_forced.update(
-            e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in idle_before
+            e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
         )
-        self.check_preemptions(plan, idle_before)
-        self.check_overtaking(plan)
+        self.check_preemptions(plan, before.idle, after.seated)
+        oracle.check_watermark(self, before, after)
+        oracle.check_growth(self, plan, before, after)
+        oracle.check_victims(self, plan, before, after)
+        self.check_overtaking(plan, before, after)
+        oracle.check_order(self, plan, before, after)
 
-    def is_quarantine(self, plan: Plan) -> bool:
-        return any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants)
-
-    def check_quarantine(self, plan: Plan):
+    def check_quarantine(self, plan: Plan, held: Sequence[Request]):
         """Who may have killed the runner is computed alone, and only more urgent ones before it."""
-        held = [r for r in self.scheduler.waiting() if self.scheduler.is_quarantined(r.request_id)]
-        held += [r for r in self.scheduler.running() if self.scheduler.is_quarantined(r.request_id)]
-        if self.is_quarantine(plan):
+        if any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants):
             assert len(plan.grants) == 1
-        elif held:
+            return
+        held = [r for r in held if self.scheduler.find(r.request_id)]  # some may have run out of time
+        if held:
             most_urgent = min(map(self.urgency, held))
             for grant in plan.grants:
                 assert self.urgency(self.scheduler.find(grant.request_id)) < most_urgent
@@ -296,12 +389,11 @@ class Driver:
     def check_stalls(self, plan: Plan):
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""
         granted = {grant.request_id for grant in plan.grants}
-        alive = sorted(self.alive(), key=lambda r: r.arrival_seq)
         max_wait_s, turn_s = self.stall_bound()
-        for num_earlier, request in enumerate(alive):
-            seen = self.seen[request.request_id]
-            if request.request_id in granted:
-                seen.progress_at, seen.num_earlier = self.now, num_earlier
+        for num_earlier, (request_id, seen) in enumerate(self.seen_alive.items()):
+            if request_id in granted:
+                seen.progress_at = seen.idle_at = self.now
+                seen.num_earlier = num_earlier
             elif not seen.disturbed:
                 assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
 
@@ -312,10 +404,9 @@ class Driver:
         drain = pool_tokens / max(1, config.max_step_tokens - config.max_running_requests) + longest
         share = max(1, config.num_reserved_tokens(config.max_step_tokens - config.max_running_requests))
         serve = longest / share + longest
-        max_wait_s = max(config.class_config(level).max_wait_s for level in (-10, 0, 10))
         if config.discipline == "prefill_first":
             drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns
-        return max_wait_s, drain + serve
+        return self.max_wait_s, drain + serve
 
     def urgency(self, request: Request) -> int:
         return 0 if self.config.policy == "fcfs" else request.level
@@ -323,72 +414,152 @@ class Driver:
     def key(self, request: Request) -> tuple[int, int]:
         return self.urgency(request), request.arrival_seq
 
-    def check_preemptions(self, plan: Plan, idle_before: set[RequestId]):
+    def check_preemptions(self, plan: Plan, idle_before: set[RequestId], seated: set[RequestId]):
         """5: for an arrival only across a level gap; for growth only who comes later."""
+        for_arrivals: list[RequestId] = []
         for event in plan.events:
+            if isinstance(event, Preempted):
+                assert event.request_id not in seated, "admitted in the step that preempted it"
             if isinstance(event, Preempted) and event.beneficiary is not None:
                 victim = self.scheduler.find(event.request_id)
                 winner = self.scheduler.find(event.beneficiary)
                 assert victim is not None
                 assert winner is not None
-                if event.request_id not in idle_before:
-                    assert self.key(winner) < self.key(victim)
+                idle = event.request_id in idle_before
+                assert idle or self.key(winner) < self.key(victim)
                 assert event.count <= self.config.max_preemptions + self.num_forced[event.request_id]
                 if event.reason in (PreemptReason.SEATS, PreemptReason.BLOCKS):
                     gap = self.urgency(victim) - self.urgency(winner)
-                    idle = event.request_id in idle_before
                     assert idle or gap >= self.config.preempt_level_gap
+                    assert idle or oracle.had_its_quantum(self, event.request_id)
+                    for_arrivals.append(event.beneficiary)
+        if len(for_arrivals) > self.config.max_preemptions_per_step:
+            assert len(set(for_arrivals)) == 1, "too many for arrivals in one step"  # but one may need more
 
-    def check_overtaking(self, plan: Plan):
-        """2: no less urgent prefill or admission while a more urgent admissible request waits."""
-        if self.config.discipline != "unified" or any(r.is_starved for r in self.alive()):
-            return  # others ask for more than seats and blocks; the starved tier is excepted
-        preempted_now = {e.request_id for e in plan.events if isinstance(e, Preempted)}
-        admitted = {e.request_id for e in plan.events if isinstance(e, Started | Resumed)}
-        if self.config.policy == "fair" or len(preempted_now) >= self.config.max_preemptions_per_step:
+    def check_overtaking(self, plan: Plan, before: Standing, after: Standing):
+        """2: no less urgent prefill or admission while a more urgent admissible request waits.
+
+        The starved tier is excepted, and ``static`` admits nobody to a batch under way. A
+        decode step of ``prefill_first`` admits nobody either; it may only precede a step of
+        prefills that could be formed when a bounded decode gap is set (never twice in a row:
+        ``oracle.check_order``).
+        """
+        config = self.config
+        if config.discipline == "static" or any(r.is_starved for r in after.alive):
             return
-        for waiting in self.scheduler.waiting():
-            if waiting.request_id in preempted_now or not self.is_admissible(waiting):
-                break  # whoever comes after it may be kept behind it
-            assert plan.num_tokens == self.config.max_step_tokens, (
-                f"{waiting.request_id} fits but was left out"
-            )
-            for grant in plan.grants:
-                request = self.scheduler.find(grant.request_id)
-                assert request is not None
-                if self.key(request) > self.key(waiting):
-                    assert len(grant.token_ids) == 1
-                    assert grant.request_id not in admitted
+        preempted_now = {e.request_id for e in plan.events if isinstance(e, Preempted)}
+        if len(preempted_now) >= config.max_preemptions_per_step:
+            return
+        first = self.must_be_next(after.waiting, preempted_now, plan)
+        if not first:
+            return
+        running = {r.request_id: r for r in after.running}
+        granted = [running[grant.request_id] for grant in plan.grants]
+        is_full = plan.num_tokens == config.max_step_tokens
+        if config.discipline == "prefill_first":
+            if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
+                if preempted_now:
+                    return  # what a retraction frees comes after prefills were tried
+                assert config.prefill_first_max_decode_gap_ms is not None, "somebody could prefill"
+                assert not self.decoded_last, "two decode steps in a row while somebody could prefill"
+                return
+            is_full |= plan.num_tokens == config.prefill_first_max_input_tokens
+            is_full |= plan.num_tokens == config.prefill_first_max_chunk_tokens
+            is_full |= len(granted) == config.prefill_first_max_requests
+        for waiting in first:
+            assert is_full, f"{waiting.request_id} fits but was left out"
+            for request in granted:
+                if self.comes_after(request, waiting):
+                    assert config.discipline == "unified"
+                    assert request.num_missing_tokens == 1
+                    assert request.request_id in before.seated
 
-    def is_admissible(self, waiting: Request) -> bool:
-        """Whether it would fit if all that it may evict were gone."""
+    def must_be_next(
+        self, waiting: Sequence[Request], preempted_now: set[RequestId], plan: Plan
+    ) -> list[Request]:
+        """Waiting requests that nothing but the budget of the step may keep out."""
+        found: list[Request] = []
+        for _, group in groupby(waiting, self.turn):
+            members = list(group)
+            for request in members:
+                if request.request_id in preempted_now or not self.is_admissible(request, len(preempted_now)):
+                    return found  # whoever comes after it may be kept behind it
+                if self.waits_for_prefix(request, plan):
+                    return found
+            found += members
+        return found
+
+    def turn(self, request: Request) -> tuple[int, ...]:
+        """What certainly orders requests; under ``fair`` tenants of one level may change places."""
+        return (self.urgency(request),) if self.config.policy == "fair" else self.key(request)
+
+    def comes_after(self, request: Request, other: Request) -> bool:
+        """Whether a request certainly stands behind another one in the order of service."""
+        if self.turn(request) != self.turn(other):
+            return self.turn(request) > self.turn(other)
+        return request.spec.tenant == other.spec.tenant and request.arrival_seq > other.arrival_seq
+
+    def waits_for_prefix(self, waiting: Request, plan: Plan) -> bool:
+        """12: somebody who runs computes enough of its prompt right now."""
+        if not self.blocks.enable_prefix_cache or self.blocks.holds(waiting.request_id):
+            return False
+        granted = {grant.request_id for grant in plan.grants}
+        full = plan.num_tokens == self.config.max_step_tokens
+        for running in self.scheduler.running():
+            num_alike = 0
+            for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
+                if mine != theirs or waiting.cache_salt != running.cache_salt:
+                    break
+                num_alike += 1
+            num_alike -= num_alike % self.blocks.block_size
+            if num_alike - running.num_computed_tokens >= self.config.prefix_wait_tokens:
+                assert full or running.request_id in granted, "a prefill that is waited for stands still"
+                return True
+        return False
+
+    def is_admissible(self, waiting: Request, num_used: int) -> bool:
+        """Whether it would fit if all that it may evict were gone, after ``num_used`` evictions."""
         running = self.scheduler.running()
         staying = [r for r in running if not self.is_evictable(r, waiting)]
         if len(staying) >= self.config.max_running_requests:
             return False
         gone = {r.request_id for r in running} - {r.request_id for r in staying}
-        gone |= {
-            r.request_id
-            for r in (*self.scheduler.waiting(), *self.scheduler.parked())
-            if not running or self.urgency(r) >= self.urgency(waiting)
-        } - {waiting.request_id}
+        if self.blocks.num_owners > len(running):
+            gone |= {
+                r.request_id
+                for r in (*self.scheduler.waiting(), *self.scheduler.parked())
+                if self.blocks.holds(r.request_id)
+                and (not running or self.urgency(r) >= self.urgency(waiting))
+            } - {waiting.request_id}
+        if num_used and num_used + len(gone) > self.config.max_preemptions_per_step:
+            return False
         held = {
             block
-            for r in self.alive()
-            if self.blocks.holds(r.request_id) and r.request_id not in gone
-            for block in self.blocks.table(r.request_id)
+            for request_id, seen in self.seen_alive.items()
+            if self.blocks.holds(request_id) and request_id not in gone
+            for block in self.blocks.table(request_id)
         }
         pinned = waiting.num_preemptions >= self.config.max_preemptions
         pool_tokens = self.blocks.num_blocks * self.blocks.block_size
         size = min(waiting.max_known_tokens, pool_tokens) if pinned else waiting.num_tokens
         if self.blocks.holds(waiting.request_id):
-            have = set(self.blocks.table(waiting.request_id))  # it kept them while it was parked
+            have = len(self.blocks.table(waiting.request_id))  # it kept them while it was parked
         else:
-            have = set(self.blocks.match(waiting).blocks) & held
-        need = self.blocks.blocks_for(size) - len(have)
+            have = sum(block in held for block in self.blocks.match(waiting).blocks)
+        need = self.blocks.blocks_for(size) - have
         if need <= 0:
             return True
-        return len(held) + need + self.watermark(waiting, staying) <= self.blocks.num_blocks
+        spare = max(self.watermark(waiting, staying), self.most_reserved(waiting, size, staying))
+        return len(held) + need + spare <= self.blocks.num_blocks
+
+    def most_reserved(self, waiting: Request, size: int, staying: list[Request]) -> int:
+        """The most that ``prefill_first`` may keep for outputs: as if all grew to their longest."""
+        if self.config.discipline != "prefill_first" or not staying:
+            return 0
+        block_size = self.blocks.block_size
+        num_tokens = max(0, waiting.max_known_tokens - size) + block_size
+        num_tokens += sum(r.max_known_tokens - r.num_tokens + block_size for r in staying if not r.holds_all)
+        return self.blocks.blocks_for(num_tokens)
 
     def watermark(self, waiting: Request, staying: list[Request]) -> int:
         if not staying:

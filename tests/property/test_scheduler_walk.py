@@ -1,0 +1,80 @@
+"""A random walk over the scheduler: any calls, in any order, on small pools.
+
+100,000 steps in CI, in parts that run side by side; a million by ``make soak``. The
+state machine beside it draws the same calls with Hypothesis and finds the shortest
+failing run; this one goes further for the same time.
+"""
+
+import os
+import textwrap
+
+import pytest
+
+from engine.scheduler.scheduler import Scheduler
+from tests.support.walk import WalkFailed, walk
+
+NUM_WALKS = 10
+NUM_STEPS = int(os.environ.get("VORRANG_WALK_STEPS", "100000")) // NUM_WALKS
+FIRST_SEED = int(os.environ.get("VORRANG_SEED", "20261129"))
+#: "seed/number": that episode alone.
+EPISODE = os.environ.get("VORRANG_WALK_EPISODE", "")
+SEEDS = [int(EPISODE.split("/")[0])] if EPISODE else range(FIRST_SEED, FIRST_SEED + NUM_WALKS)
+
+#: What ten thousand steps must come by, or they prove little; less than half of what they do.
+AT_LEAST = {
+    "preempted for growth": 35,
+    "preempted for blocks": 35,
+    "preempted for seats": 25,
+    "preempted for operator": 50,
+    "kept out by seat": 800,
+    "kept out by blocks": 900,
+    "kept out by watermark": 180,
+    "kept out by budget": 25,
+    "kept out by prefix": 10,
+    "kept out by just_preempted": 50,
+    "steps with a fence": 120,
+    "starved": 80,
+    "ended by capacity": 50,
+    "full, then preempted or parked": 45,
+    "outgrown, then preempted or parked": 12,
+    "ended by time_limit": 50,
+    "ended by stop": 18,
+    "ended by stop_token": 15,
+    "ended by cancelled": 50,
+    "failed": 45,
+    "displaced": 25,
+    "refused by a limit": 150,
+    "refused as too large": 12,
+    "replayed": 2,
+}
+
+
+@pytest.mark.timeout(120 if NUM_STEPS <= 10_000 else 0)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_random_walk_keeps_every_invariant(seed):
+    if EPISODE:
+        walk(seed, 1, only=int(EPISODE.split("/")[1]))
+        return
+    visited = walk(seed, NUM_STEPS)
+    print(f"seed {seed}:", ", ".join(f"{what} {count}" for what, count in sorted(visited.items())))
+    missed = {what: visited[what] for what, least in AT_LEAST.items() if visited[what] < least}
+    assert not missed or NUM_STEPS < 10_000, "too seldom there"
+
+
+def test_a_broken_scheduler_is_found_and_a_short_script_shows_it(monkeypatch):
+    commit = Scheduler.commit
+
+    def forgetful(self, plan, result, now):
+        events = commit(self, plan, result, now)
+        return events[1:] if len(plan.grants) > 1 else events
+
+    monkeypatch.setattr(Scheduler, "commit", forgetful)
+    monkeypatch.setattr("tests.support.walk.MAX_SHORTENING_STEPS", 10_000)
+    with pytest.raises(WalkFailed) as failed:
+        walk(7, 10_000)
+    told = str(failed.value)
+    assert "VORRANG_WALK_EPISODE=7/" in told
+    script = textwrap.dedent(told[told.index("  from tests.support.walk") :])
+    assert len(script.splitlines()) < 12
+    with pytest.raises(AssertionError):
+        exec(script, {})

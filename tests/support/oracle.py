@@ -1,0 +1,314 @@
+"""Single rules of docs/SCHEDULING.md, judged from outside after every step of a ``Driver``.
+
+Each function looks at what is public and at what the driver has seen, and asserts.
+Numbers are those of the rules under "One step".
+"""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from engine.errors import Displaced, PoolExceeded, QueueFull, TenantQuotaExceeded, VorrangError
+from engine.events import Failed, Finished, LevelChanged, Preempted, SchedulerEvent
+from engine.priority import class_of
+from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
+from engine.scheduler.config import ClassConfig, SchedulerConfig
+from engine.scheduler.plan import Plan
+from tests.support.seen import Seen, Standing
+
+if TYPE_CHECKING:
+    from tests.support.drive import Driver
+
+#: Ends that come of the output itself; the others come from outside.
+NATURAL = (FinishReason.STOP, FinishReason.STOP_TOKEN, FinishReason.LENGTH, FinishReason.CAPACITY)
+FOR_ARRIVALS = (PreemptReason.SEATS, PreemptReason.BLOCKS)
+_NOBODY: frozenset[int] = frozenset()
+
+
+# How requests end
+
+
+def natural_end(spec: RequestSpec, expected: Sequence[int], pool_tokens: int) -> tuple[int, FinishReason]:
+    """Output tokens and reason with which a request ends if nobody ends it before (rule 10 for the pool)."""
+    eos, stops = spec.eos_token_ids, spec.sampling.stop_token_ids
+    num_fitting = pool_tokens - len(spec.prompt_token_ids)
+    if eos or stops:
+        for index in range(max(0, spec.sampling.min_tokens - 1), min(len(expected), num_fitting + 1)):
+            if expected[index] in eos:
+                return index + 1, FinishReason.STOP
+            if expected[index] in stops:
+                return index + 1, FinishReason.STOP_TOKEN
+    if len(expected) <= num_fitting + 1:
+        return len(expected), FinishReason.LENGTH
+    return num_fitting + 1, FinishReason.CAPACITY
+
+
+def check_end(driver: "Driver", seen: Seen, event: Finished) -> None:
+    """An output ends where it must: not before, not after, and for that reason."""
+    num_tokens, reason = seen.end
+    if event.reason in NATURAL:
+        assert (len(seen.tokens), event.reason) == (num_tokens, reason)
+    else:
+        assert len(seen.tokens) < num_tokens
+    if event.reason is FinishReason.TIME_LIMIT:  # rule 1
+        queue, total = seen.spec.queue_deadline, seen.spec.total_deadline
+        in_queue = queue is not None and queue <= driver.now and not seen.started
+        assert in_queue or (total is not None and total <= driver.now), "its time had not run out"
+
+
+def banned(spec: RequestSpec, output_index: int | None) -> frozenset[int]:
+    """What must not be sampled: whatever ends an output, before ``min_tokens``."""
+    if output_index is None or output_index >= spec.sampling.min_tokens:
+        return _NOBODY
+    return spec.eos_token_ids.union(spec.sampling.stop_token_ids)
+
+
+def check_deadlines(driver: "Driver", plan: Plan) -> None:
+    """Rule 1: nobody is alive in a step whose deadline has come."""
+    for seen in driver.seen_alive.values():
+        spec = seen.spec
+        assert spec.total_deadline is None or spec.total_deadline > driver.now, "a deadline was missed"
+        if spec.queue_deadline is not None and not seen.started:
+            assert spec.queue_deadline > driver.now, "a queue deadline was missed"
+
+
+# The cache
+
+
+def check_cached(driver: "Driver", seen: Seen, num_tokens: int) -> None:
+    """A prefix is found only where somebody of the same salt had it."""
+    assert num_tokens < len(seen.spec.prompt_token_ids)
+    prefix = driver.texts[seen.spec.request_id].token_ids[:num_tokens]
+    salt = seen.spec.cache_salt
+    assert any(
+        other is not seen
+        and other.spec.cache_salt == salt
+        and driver.texts[other.spec.request_id].token_ids[:num_tokens] == prefix
+        for other in driver.seen.values()
+    ), "a prefix was found that nobody of this salt had"
+
+
+# Rules 2, 3, 6 and 7
+
+
+def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
+    """Rule 2: prefills under way are served in policy order; ``prefill_first`` decodes only when it may."""
+    granted = {grant.request_id: len(grant.token_ids) for grant in plan.grants}
+    prefills = [r for r in after.running if r.num_missing_tokens > 1 and r.request_id in before.seated]
+    starving = any(r.is_starved for r in after.running + after.waiting)
+    if driver.config.discipline == "prefill_first" and granted:
+        members = [r for r in after.running if r.request_id in granted]
+        decodes = may_be_decodes(members, before) and any(map(is_decoding, members))
+        if decodes and prefills:
+            assert starving or driver.config.prefill_first_max_decode_gap_ms is not None
+            assert not driver.decoded_last, "two decode steps in a row while a prefill is under way"
+        driver.decoded_last = decodes
+        if not may_be_decodes(members, before):
+            assert len(granted) <= driver.config.prefill_first_max_requests
+            assert plan.num_tokens <= driver.config.prefill_first_max_input_tokens
+            assert plan.num_tokens <= driver.config.prefill_first_max_chunk_tokens
+    if len(prefills) < 2 or starving or any(isinstance(e, Preempted) for e in plan.events):
+        return  # the starved have a share of their own; what a victim gives back goes to its beneficiary
+    for first in prefills:
+        if granted.get(first.request_id, 0) < min(first.num_missing_tokens, driver.config.max_chunk_tokens):
+            for second in prefills:
+                late = driver.comes_after(second, first) and second.request_id in granted
+                assert not late, f"{second.request_id} computed while {first.request_id} could have"
+
+
+def check_growth(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
+    """Rule 5: nobody gives way to growth while somebody who must go before it keeps its seat."""
+    for event in plan.events:
+        if not isinstance(event, Preempted) or event.reason is not PreemptReason.GROWTH:
+            continue
+        victim = driver.scheduler.find(event.request_id)
+        if victim is None or event.request_id in before.idle:
+            continue
+        others = [r for r in after.running if r.request_id in before.seated and not r.holds_all]
+        if driver.config.discipline == "prefill_first":  # the least urgent of the batch
+            assert all(driver.urgency(r) <= driver.urgency(victim) for r in others)
+        elif event.beneficiary is None and not driver.blocks.enable_prefix_cache:
+            assert not any(driver.key(r) > driver.key(victim) for r in others), "gave itself up too early"
+
+
+def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
+    """Rule 6: nobody gives way in vain, and nobody while a worse level that holds as much keeps its place.
+
+    Judged where it is certain: in steps in which ``unified`` preempts for one arrival alone.
+    """
+    victims = [e for e in plan.events if isinstance(e, Preempted) and e.reason in FOR_ARRIVALS]
+    if not victims or driver.config.discipline != "unified" or any(r.is_starved for r in after.alive):
+        return
+    admitted = [r for r in after.running if r.request_id not in before.seated]
+    if len(admitted) != 1 or before.idle:
+        return
+    (winner,) = admitted
+    share = max(_rules(driver.config, level).watermark for level in (winner.level, 0))
+    num_spare = driver.blocks.num_free_blocks - math.ceil(share * driver.blocks.num_blocks)
+    for event in victims:
+        victim = driver.scheduler.find(event.request_id)
+        assert victim is not None
+        num_held = driver.blocks.blocks_for(victim.num_tokens)
+        in_vain = num_spare >= num_held and len(after.seated) < driver.config.max_running_requests
+        assert not in_vain, f"{victim.request_id} gave way in vain"
+        if driver.blocks.enable_prefix_cache:
+            continue  # what they share decides as well
+        for other in after.running:
+            if other is not winner and driver.urgency(other) > driver.urgency(victim):
+                kept = driver.is_evictable(other, winner)
+                kept &= len(driver.blocks.table(other.request_id)) >= num_held
+                assert not kept, f"{victim.request_id} gave way instead of {other.request_id}"
+
+
+def check_watermark(driver: "Driver", before: Standing, after: Standing) -> None:
+    """Rule 3: whoever is admitted beside others leaves its watermark free; not the starved and the unparked.
+
+    Called before the events of the plan are booked. Whoever was admitted last found all others seated.
+    """
+    admitted = [r for r in after.running if r.request_id not in before.seated]
+    if not admitted or len(after.seated) < 2:
+        return
+    if any(r.is_starved or r.request_id in before.idle for r in admitted):
+        return
+    config, shares = driver.config, []
+    for request in admitted:
+        rules = _rules(config, 0 if config.policy == "fcfs" else request.level)
+        resumes = driver.seen_alive[request.request_id].started
+        shares.append(max(rules.watermark, config.standard.watermark if resumes else 0.0))
+    assert driver.blocks.num_free_blocks >= math.ceil(min(shares) * driver.blocks.num_blocks)
+
+
+def had_its_quantum(driver: "Driver", request_id: RequestId) -> bool:
+    """Rule 7: whether an arrival may evict a request that has resumed."""
+    seen = driver.seen_alive[request_id]
+    at_resume = seen.num_tokens_at_resume
+    return at_resume is None or len(seen.tokens) - at_resume >= driver.config.resume_quantum_tokens
+
+
+# Rule 8
+
+
+def check_bypass(driver: "Driver", before: Standing, after: Standing) -> None:
+    """Rule 8: at most ``max_bypass`` later ones are admitted past a request that waits; the starved may."""
+    if not before.waiting or after.seated <= before.seated:
+        return
+    admitted = [r for r in after.running if r.request_id not in before.seated and not r.is_starved]
+    for waiting in after.waiting:
+        if waiting in before.waiting:
+            seen = driver.seen_alive[waiting.request_id]
+            seen.num_passed += sum(driver.comes_after(r, waiting) for r in admitted)
+            assert seen.num_passed <= driver.config.max_bypass, f"{waiting.request_id} was passed too often"
+
+
+# Rule 9
+
+
+def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
+    """Rule 9: who waits too long is starved, and the oldest of them is served before anybody else."""
+    starved: list[Request] = []
+    for request in after.running + after.waiting:
+        seen = driver.seen_alive[request.request_id]
+        if request.is_starved:
+            starved.append(request)
+            if not seen.starved:
+                seen.starved = True
+                assert driver.now - seen.progress_at >= max_wait_s(driver, request), "starved before its time"
+        else:
+            assert driver.now - seen.idle_at < max_wait_s(driver, request), "starved, but nobody noticed"
+    if starved:
+        starved.sort(key=lambda r: r.arrival_seq)
+        check_share(driver, plan, before, after, starved)
+
+
+def check_share(
+    driver: "Driver", plan: Plan, before: Standing, after: Standing, starved: list[Request]
+) -> None:
+    """The reserved share: tokens for the oldest if it is seated, else a seat and blocks."""
+    discipline = driver.config.discipline
+    running, seated = after.running, after.seated
+    oldest = starved[0]
+    if oldest.request_id in seated and discipline != "static":
+        granted = [r for r in running if any(g.request_id == r.request_id for g in plan.grants)]
+        if discipline == "unified":
+            is_due = True
+        elif may_be_decodes(granted, before):
+            is_due = oldest.num_missing_tokens == 1
+        else:
+            is_due = not is_decoding(oldest) or oldest.request_id not in before.seated
+        assert oldest in granted or not is_due, "no token for the oldest that starves"
+    if any(isinstance(e, Preempted) for e in plan.events):
+        return
+    num_seats = driver.config.num_reserved_seats - sum(r.request_id in seated for r in starved)
+    left_out = next((r for r in starved if r.request_id not in seated), None)
+    if left_out is None or num_seats <= 0 or left_out not in before.waiting:
+        return
+    for request in running:  # what it lacks is kept free for it, so nobody else may take a block
+        if request.request_id not in before.seated and not request.is_starved:
+            assert request.request_id in before.idle, f"{request.request_id} passed one that starves"
+
+
+def max_wait_s(driver: "Driver", request: Request) -> float:
+    """How long it may go without a token."""
+    return _rules(driver.config, 0 if driver.config.policy == "fcfs" else request.level).max_wait_s
+
+
+@lru_cache(maxsize=1024)
+def _rules(config: SchedulerConfig, level: int) -> ClassConfig:
+    return config.class_config(level)
+
+
+# Queue limits
+
+
+def check_limits(driver: "Driver", newcomer: RequestSpec) -> None:
+    """Whoever was let in broke no limit of the queue or of its tenant."""
+    config = driver.config
+    queued = [seen.spec for seen in driver.seen_alive.values() if not seen.started]
+    assert len(queued) <= config.max_waiting_requests
+    own = [spec for spec in queued if spec.tenant == newcomer.tenant]
+    assert len(own) <= config.max_tenant_waiting_requests
+    assert sum(len(spec.prompt_token_ids) for spec in own) <= config.max_tenant_waiting_tokens
+
+
+def is_decoding(request: Request) -> bool:
+    """Whether a running request misses its last output token alone."""
+    return request.num_missing_tokens == 1 and request.num_output_tokens > 0
+
+
+def may_be_decodes(granted: Sequence[Request], before: Standing) -> bool:
+    """Whether ``prefill_first`` may have decoded; such a step also computes a prompt's last token alone."""
+    return all(r.num_missing_tokens == 1 and r.request_id in before.seated for r in granted)
+
+
+def check_displaced(driver: "Driver", newcomer: RequestSpec, events: Sequence[SchedulerEvent]) -> None:
+    """In a full queue the least urgent one gives way to a more urgent newcomer; nobody who was admitted."""
+    assert len(events) <= 1
+    for event in events:
+        assert isinstance(event, Failed)
+        assert isinstance(event.error, Displaced)
+        seen = driver.seen_alive[event.request_id]
+        assert not seen.started
+        assert driver.config.policy != "fcfs", "there are no urgencies to compare"
+        level = next((e.level for e in seen.events[::-1] if isinstance(e, LevelChanged)), seen.spec.level)
+        assert level > newcomer.level
+
+
+def check_refusal(driver: "Driver", error: VorrangError, num_tokens: int, level: int, tenant: str) -> None:
+    """A newcomer is refused if the pool is too small, or a limit is reached and nobody can give way."""
+    too_large = num_tokens + 1 > driver.blocks.num_blocks * driver.blocks.block_size
+    assert too_large == isinstance(error, PoolExceeded)
+    if not isinstance(error, QueueFull):
+        return
+    queued = [r for r in driver.alive() if not driver.seen_alive[r.request_id].started]
+    if isinstance(error, TenantQuotaExceeded):
+        queued = [r for r in queued if r.spec.tenant == tenant]
+    elif error.subject != "queue":
+        queued = [r for r in queued if class_of(r.level) is class_of(level)]
+    if error.unit == "requests":
+        assert len(queued) >= error.limit
+        if not isinstance(error, TenantQuotaExceeded) and driver.config.policy != "fcfs":
+            waiting = set(driver.waiting())
+            assert all(r.level <= level for r in queued if r.request_id in waiting), "it could have displaced"
+    else:
+        assert sum(r.num_prompt_tokens for r in queued) + num_tokens > error.limit

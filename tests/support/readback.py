@@ -1,0 +1,71 @@
+"""A model whose KV is honest, and that knows what it must read: for ``Driver``.
+
+The arithmetic is that of ``engine.runner.scripted``. That runner computes a token
+from what it reads back; this one knows the whole output beforehand and asserts that
+it reads back exactly the tokens before it, through the block table of the grant. A
+wrong table, a lost block or a missed recomputation fails in the step it happens in.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from engine.request import RequestId
+from engine.runner.scripted import next_token
+from engine.sampling import SamplingParams
+from engine.scheduler.plan import Plan, StepResult
+
+
+@dataclass(slots=True)
+class Text:
+    """Prompt and the longest possible output of a request, and how it must be sampled."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParams
+
+
+def text_of(prompt: Sequence[int], sampling: SamplingParams) -> Text:
+    """The whole text; the first output token by ``next_token``, the others from the running sum it keeps."""
+    seed = sampling.seed if sampling.temperature > 0 else 0
+    token_ids = list(prompt)
+    token_ids.append(next_token(token_ids, seed))
+    total = sum((position + 1) * token_id for position, token_id in enumerate(token_ids))
+    for n in range(len(token_ids), len(prompt) + sampling.max_tokens):
+        token_ids.append(32 + (total + 7 * n + seed) % 95)
+        total += (n + 1) * token_ids[-1]
+    return Text(token_ids, len(prompt), sampling)
+
+
+class ReadBackRunner:
+    """Writes granted tokens into blocks and reads everything back before it samples.
+
+    Args:
+        num_blocks: size of the pool.
+        block_size: tokens per block.
+        texts: what each request must read; the caller adds to it.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, texts: Mapping[RequestId, Text]) -> None:
+        self._block_size = block_size
+        self._blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
+        self._texts = texts
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute a plan on the spot."""
+        size, blocks = self._block_size, self._blocks
+        for grant in plan.grants:
+            table = grant.block_table
+            for position, token_id in enumerate(grant.token_ids, start=grant.start):
+                blocks[table[position // size]][position % size] = token_id
+        sampled: dict[RequestId, int] = {}
+        for grant in plan.grants:
+            text, num_tokens = self._texts[grant.request_id], grant.start + len(grant.token_ids)
+            read: list[int | None] = []
+            for block in grant.block_table[: -(-num_tokens // size)]:
+                read += blocks[block]
+            assert read[:num_tokens] == text.token_ids[:num_tokens], "KV read back is not what was known"
+            assert grant.sampling is text.sampling
+            if grant.output_index is not None:
+                assert num_tokens == text.num_prompt_tokens + grant.output_index
+                sampled[grant.request_id] = text.token_ids[num_tokens]
+        return StepResult(sampled)

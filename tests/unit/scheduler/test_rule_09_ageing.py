@@ -1,0 +1,81 @@
+"""Ageing, and the share of the starved: rule 9 of docs/SCHEDULING.md."""
+
+from engine.events import Started
+from engine.request import RequestId
+from tests.support.drive import Driver, events, grants
+
+
+def test_a_starved_request_gets_the_next_seat_whatever_its_level():
+    driver = Driver(max_running_requests=2, num_blocks=64, max_wait_s=10)
+    driver.submit("batch", 4, level=10, max_tokens=4)
+    for i in range(60):
+        driver.submit(f"urgent{i}", 4, level=-10, max_tokens=6)
+    started = None
+    for step in range(60):
+        if any(e.request_id == "batch" for e in events(driver.step(), Started)):
+            started = step
+            break
+    assert started is not None
+    assert 10 <= started <= 10 + 6
+    driver.finish()
+
+
+def test_a_starved_request_is_never_evicted_and_keeps_its_level():
+    driver = Driver(max_running_requests=1, num_blocks=64, max_wait_s=5)
+    driver.submit("urgent0", 4, level=-10, max_tokens=8)
+    driver.submit("batch", 4, level=10, max_tokens=20)
+    for i in range(1, 6):
+        driver.submit(f"urgent{i}", 4, level=-10, max_tokens=8)
+    while "batch" not in driver.running():
+        driver.step()
+    assert driver.scheduler.find(RequestId("batch")).level == 10
+    driver.finish()
+    assert driver.preemptions("batch") == 0
+
+
+def test_blocks_are_kept_free_for_a_starved_request():
+    driver = Driver(max_running_requests=8, num_blocks=10, max_step_tokens=64, max_wait_s=5, max_bypass=1000)
+    driver.submit("large", 28, level=10, max_tokens=2)
+    driver.submit("first", 12, level=-10, max_tokens=12)
+    driver.step()
+    for i in range(40):
+        driver.submit(f"urgent{i}", 7, level=-10, max_tokens=4)
+    for _ in range(40):
+        driver.step()
+        if driver.tokens("large"):
+            break
+    assert driver.tokens("large")
+    driver.finish()
+
+
+def test_a_prefill_without_tokens_gets_the_reserved_share():
+    driver = Driver(
+        max_running_requests=4, max_step_tokens=20, max_chunk_tokens=20, num_blocks=400, max_wait_s=3
+    )
+    driver.submit("batch", 100, level=10, max_tokens=1)
+    driver.step()
+    for i in range(30):
+        driver.submit(f"urgent{i}", 60, level=-10, max_tokens=1)
+    granted = [grants(driver.step()).get("batch", 0) for _ in range(12)]
+    assert granted == [0, 0] + [2] * 10  # a tenth of the 20 tokens
+    driver.finish()
+
+
+def test_a_starved_request_gets_the_token_of_whoever_it_evicts():
+    driver = Driver(max_running_requests=1, max_step_tokens=1, max_chunk_tokens=1, max_wait_s=3.0)
+    driver.submit("first", 2, max_tokens=4)
+    driver.submit("starves", 2, max_tokens=4)
+    while "starves" not in driver.running():
+        driver.step()
+    driver.step()
+    driver.step()
+    driver.park("starves")
+    driver.submit("next", 2, max_tokens=20)
+    for _ in range(3):
+        driver.step()
+    driver.set_level("starves", -1)
+    driver.unpark("starves")
+    plan = driver.step()  # the whole budget was granted to a decode before
+    assert [g.request_id for g in plan.grants] == ["starves"]
+    assert driver.preemptions("next") == 1
+    driver.finish()
