@@ -137,14 +137,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.step(between=tuple(between))
 
     @precondition(lambda self: self.driver.seen)
-    @rule(in_step=st.booleans(), from_outside=st.booleans(), times=st.integers(1, 3))
-    def lose_kv(self, in_step, from_outside, times):
+    @rule(how=st.sampled_from(["in_step", "between"]), times=st.integers(1, 3))
+    def die(self, how, times):
         """The runner dies; now and then again and again, so that there are suspects and guilty ones."""
         for _ in range(times):
-            if in_step and not from_outside:
-                self.driver.step(dies=lambda plan: True)
-            else:
-                self.driver.lose_kv(from_outside=from_outside)
+            self.driver.die(how)
 
     @precondition(lambda self: self.driver.seen)
     @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt", "park", "park", "unpark", "unpark"]))

@@ -183,6 +183,13 @@ class Driver:
         assert all(not self.blocks.match(request).blocks for request in self.alive())
         return events
 
+    def die(self, how):
+        """The runner dies ``in_step`` by itself, or is killed ``between`` two."""
+        if how == "in_step":
+            self.step(dies=lambda plan: True)
+        else:
+            self.lose_kv(from_outside=True)
+
     def disturb_all(self):
         """No bound holds for what a dying runner makes one wait."""
         for request_id, seen in self.seen_alive.items():
