@@ -62,13 +62,15 @@ class Ready:
     num_blocks: int
     block_size: int
     max_request_tokens: int
+    computed_by: str
     runner: str
 
     def __str__(self) -> str:
+        computed_by = f", {self.computed_by}" if self.computed_by else ""
         return (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"largest request {self.max_request_tokens} tokens, runner {self.runner}"
+            f"largest request {self.max_request_tokens} tokens{computed_by}, runner {self.runner}"
         )
 
 
@@ -271,6 +273,7 @@ class App:
             num_blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             max_request_tokens=engine.max_request_tokens,
+            computed_by=engine.info.computed_by,
             runner="inline" if engine.runner_pid is None else f"process {engine.runner_pid}",
         )
 

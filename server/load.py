@@ -18,6 +18,10 @@ from server.app import Loaded
 from server.settings import SCRIPTED, Settings
 
 
+#: Errors that an operator can do something about, by name: their modules bring torch.
+_OF_THE_MACHINE = {"PoolAllocationError", "CpuKernelsUnavailable"}
+
+
 class ModelUnavailable(VorrangError):
     """The model can't be served; the message is for an operator."""
 
@@ -122,7 +126,6 @@ def _explained() -> Iterator[None]:
     except ChildDied as error:
         raise ModelUnavailable(f"the runner's process did not start: {error}") from error
     except Exception as error:
-        # Where it was raised it is imported; elsewhere it would bring torch.
-        if type(error).__name__ == "PoolAllocationError":
+        if type(error).__name__ in _OF_THE_MACHINE:
             raise ModelUnavailable(str(error)) from error
         raise

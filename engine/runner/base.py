@@ -23,6 +23,7 @@ class ModelInfo:
         vocab_size: number of token ids.
         context_tokens: longest prompt + output.
         eos_token_ids: ids that end an output.
+        computed_by: kernels, weights and threads, in words; empty where there is nothing to say.
     """
 
     name: str
@@ -30,6 +31,7 @@ class ModelInfo:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
