@@ -17,7 +17,6 @@ from engine.runner.sources import ModelSource, ScriptedSource, TorchSource
 from server.app import Loaded
 from server.settings import SCRIPTED, Settings
 
-
 #: Errors that an operator can do something about, by name: their modules bring torch.
 _OF_THE_MACHINE = {"PoolAllocationError", "CpuKernelsUnavailable"}
 
