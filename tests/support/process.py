@@ -67,17 +67,28 @@ def _run(command: list[str], env: dict[str, str], timeout_s: float) -> "subproce
 
 
 @contextlib.contextmanager
-def server_process(*arguments: str, model: str | None = "scripted") -> Iterator[ServerProcess]:
-    """A server on a free port, killed on the way out if it is still there. ``model`` None: the default."""
+def server_process(
+    *arguments: str, model: str | None = "scripted", log: Path | None = None
+) -> Iterator[ServerProcess]:
+    """A server on a free port, killed on the way out if it is still there.
+
+    Args:
+        arguments: further ones of ``vorrang serve``.
+        model: None = the default.
+        log: file for its log; without one a pipe takes it, which nobody empties: 64 KiB are too many.
+    """
     command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        [*command, *(() if model is None else ("--model", model)), *arguments],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    with (
+        contextlib.ExitStack() as stack,
+        subprocess.Popen(
+            [*command, *(() if model is None else ("--model", model)), *arguments],
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if log is None else stack.enter_context(log.open("w")),
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()
