@@ -110,8 +110,10 @@ class Child:
         self._num_unanswered = 0
         self._busy_since = 0.0
         self._connection, theirs = socket.socketpair()
-        with theirs:
+        with contextlib.ExitStack() as on_failure, theirs:
+            on_failure.callback(self._connection.close)
             self._process = _spawn(theirs)
+            on_failure.pop_all()
 
     @classmethod
     async def start(

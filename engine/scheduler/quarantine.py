@@ -16,7 +16,7 @@ quarantines nobody: all are computed again together.
 """
 
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from engine.request import PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.admission import Admission
@@ -110,9 +110,7 @@ class Quarantine:
 
     def _serve(self, request: Request, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
         while request.status is not RequestStatus.RUNNING and admission.try_admit(request, from_reserve=True):
-            # Innocent ones that ran before hold what it lacks; without them it fits.
-            others = [r for r in state.idle_holders.values() if r is not request] or state.running
-            admission.preempt(others[-1], PreemptReason.RUNNER, None)
+            self._make_room(request, state, admission)
         draft.grant_chunk(request, state.config.max_chunk_tokens)
 
     def _serve_more_urgent(
@@ -123,18 +121,27 @@ class Quarantine:
         def is_more_urgent(request: Request) -> bool:
             return state.policy.urgency(request) < state.policy.urgency(than)
 
-        if not any(map(is_more_urgent, [*state.running[:1], *islice(state.waiting, 1)])):
-            return
-        admission.let_decodes_grow()
-        running = list(takewhile(is_more_urgent, state.running))
-        waiting = list(takewhile(is_more_urgent, state.waiting))
-        for request in running:
-            if request.status is RequestStatus.RUNNING:  # it may have given way to one that grew
-                draft.grant_chunk(request, state.config.max_chunk_tokens)
-        for request in waiting:
+        for request in list(takewhile(is_more_urgent, state.running)):
+            if request.status is not RequestStatus.RUNNING:
+                continue  # it gave way to one that grew
+            if request.request_id in state.growing:
+                while not state.blocks.grow(request):
+                    self._make_room(request, state, admission)
+                del state.growing[request.request_id]
+            draft.grant_chunk(request, state.config.max_chunk_tokens)
+        for request in list(takewhile(is_more_urgent, state.waiting)):
             if admission.try_admit(request, from_reserve=True):  # and without waiting for a prefix
                 return
             draft.grant_chunk(request, state.config.max_chunk_tokens)
+
+    @staticmethod
+    def _make_room(request: Request, state: SchedulerState, admission: Admission) -> None:
+        """Take seat and blocks from another one: idle holders first, then the least urgent that runs.
+
+        With nobody beside it every request fits, so there is another one.
+        """
+        holders = [*state.running, *state.idle_holders.values()]
+        admission.preempt([r for r in holders if r is not request][-1], PreemptReason.RUNNER, None)
 
     def _next(self, state: SchedulerState) -> Request | None:
         """The most urgent quarantined request that is not parked; forgets who is gone."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import gc
 import io
 import os
 import random
@@ -160,6 +161,7 @@ async def test_a_death_is_a_pause(number):
 async def test_signals_meant_for_the_server_do_not_touch_it(number):
     async with serving() as (engine, runner):
         pid = runner.pid
+        assert os.getpgid(pid) == pid  # where a terminal's Ctrl-C does not reach it
         os.kill(pid, number)
         check(await collect(engine.submit(spec("a"))))
         assert runner.pid == pid
@@ -353,6 +355,13 @@ async def test_a_model_that_can_not_be_loaded_is_the_same_error_as_inline():
     with pytest.raises(ChildDied, match=r"within 0\.7 s"):
         await ProcessRunner.start(FailingSource("sleep"), RunnerLimits(start_s_max=0.7))
     assert not psutil.Process().children()
+
+
+async def test_a_process_that_can_not_be_started_is_an_error_and_leaves_nothing_open(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with pytest.raises(FileNotFoundError):
+        await ProcessRunner.start(FatalSource(8, 4), LIMITS)
+    gc.collect()  # a socket left open would warn, and a warning is an error
 
 
 async def test_a_start_that_is_cancelled_leaves_nothing_behind():

@@ -172,6 +172,22 @@ def test_more_urgent_ones_do_not_wait_for_suspects_nor_run_beside_them():
     driver.finish()
 
 
+def test_a_more_urgent_one_grows_at_the_cost_of_the_suspect():
+    driver = Driver(num_blocks=8)  # 32 tokens
+    driver.submit("a", 20, max_tokens=4)
+    for _ in range(3):
+        driver.step()
+    driver.step(dies=lambda plan: True)
+    driver.step()
+    assert driver.running() == ["a"]
+    driver.submit("u", 4, level=-5, max_tokens=20)
+    driver.run_until_ended("u")
+    preempted = [e for e in driver.seen["a"].events if isinstance(e, Preempted)]
+    assert [e.reason for e in preempted] == [PreemptReason.RUNNER] * 2
+    driver.finish()
+    assert isinstance(driver.terminal("a"), Finished)
+
+
 def test_a_starved_suspect_is_overtaken_no_more():
     driver = Driver(num_blocks=32, max_wait_s=20.0)
     driver.submit("a", 6, level=5)
