@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test soak bench sim check fmt proto constraints
+.PHONY: help setup demo serve test soak bench bench-model sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ soak: $(STAMP) ## the scheduler's random walk for a million steps, its state mac
 
 bench: $(STAMP) ## what planning costs
 	PYTHONPATH=.:protos $(BIN)/python bench/scheduler.py
+
+bench-model: $(STAMP) ## what a step of the default model costs, beside transformers
+	PYTHONPATH=.:protos $(BIN)/python bench/model.py
 
 check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/ruff check .

@@ -5,10 +5,132 @@ requests, request ``s`` owning tokens ``query_start[s] .. query_start[s + 1]``;
 ``R`` rows sample. Knows no implementation.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from torch import Tensor
+
+#: How the elements of a weight are kept: exact, rounded, or integers with one scale a row.
+WeightType = Literal["fp32", "bf16", "fp16", "int8"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedWeight:
+    """A matrix ``[num_outputs, num_inputs]`` as the implementation that packed it wants it.
+
+    Attributes:
+        data: the elements; their layout is the implementation's own business.
+        scales: ``[num_outputs]`` float32 where a row has a scale of its own, else None.
+        num_outputs: rows of the matrix.
+        num_inputs: columns of the matrix.
+        weight_type: how the elements are kept.
+    """
+
+    data: Tensor
+    scales: Tensor | None
+    num_outputs: int
+    num_inputs: int
+    weight_type: WeightType
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory it takes."""
+        return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Projection:
+    """A linear layer: packed weight ``[n_out, n_in]``, bias ``[n_out]`` float32 or none."""
+
+    weight: PackedWeight
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerWeights:
+    """Weights of one decoder layer.
+
+    Attributes:
+        attention_norm: ``[hidden]``, before attention.
+        qkv: query, key and value projections, fused in this order.
+        attention_out: back to the residual stream.
+        mlp_norm: ``[hidden]``, before the MLP.
+        gate_up: gate and up projections, fused in this order.
+        down: back to the residual stream.
+    """
+
+    attention_norm: Tensor
+    qkv: Projection
+    attention_out: Projection
+    mlp_norm: Tensor
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionInputs:
+    """Where the step's tokens are.
+
+    Attributes:
+        positions: ``[T]`` int64.
+        slots: ``[T]`` int64.
+        block_tables: ``[S, max_blocks]`` int64.
+        query_start: ``[S + 1]`` int64.
+        context_lens: ``[S]`` int64.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerStack:
+    """All layers of a decoder and what they share.
+
+    Attributes:
+        layers: one entry a layer.
+        rope: ``[max_positions, head_dim]``, see ``kernels.ops.rotary_write_kv``.
+        num_q_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: elements of a head.
+        norm_eps: added to the mean square.
+        scale: of the attention scores.
+    """
+
+    layers: tuple[LayerWeights, ...]
+    rope: Tensor
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    scale: float
+
+
+class RunLayers(Protocol):
+    """A stack of layers as one call."""
+
+    def __call__(
+        self, hidden: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """Compute every layer and store the tokens' KV.
+
+        Args:
+            hidden: ``[T, hidden]`` float32, overwritten.
+            inputs: where the tokens are.
+            keys: one layer's K cache each, always the same ones.
+            values: likewise.
+
+        Returns:
+            The residual stream after the last layer, ``[T, hidden]``, not yet normed.
+
+        Raises:
+            IndexError: a position, slot or block does not exist; nothing was computed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +177,21 @@ class Implementation(Protocol):
     A module whose functions have these names and signatures is one.
     """
 
+    def set_num_threads(self, num_threads: int) -> None:
+        """See ``kernels.ops.set_num_threads``."""
+        ...
+
     def kv_cache_shapes(
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """See ``kernels.ops.kv_cache_shapes``."""
         ...
 
-    def embed(self, token_ids: Tensor, weight: Tensor) -> Tensor:
+    def pack_linear(self, weight: Tensor, weight_type: WeightType) -> PackedWeight:
+        """See ``kernels.ops.pack_linear``."""
+        ...
+
+    def embed(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
         """See ``kernels.ops.embed``."""
         ...
 
@@ -73,12 +203,16 @@ class Implementation(Protocol):
         """See ``kernels.ops.add_rms_norm``."""
         ...
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """See ``kernels.ops.linear``."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """See ``kernels.ops.silu_mul``."""
+        ...
+
+    def gelu_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
+        """See ``kernels.ops.gelu_mul``."""
         ...
 
     def rotary_write_kv(
@@ -102,12 +236,26 @@ class Implementation(Protocol):
         query_start: Tensor,
         context_lens: Tensor,
         scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """See ``kernels.ops.paged_attention``."""
         ...
 
     def gather_last(self, x: Tensor, rows: Tensor) -> Tensor:
         """See ``kernels.ops.gather_last``."""
+        ...
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """See ``kernels.ops.argmax``."""
+        ...
+
+    def log_sum_exp(self, logits: Tensor) -> Tensor:
+        """See ``kernels.ops.log_sum_exp``."""
+        ...
+
+    def fuse_layers(self, stack: LayerStack) -> RunLayers | None:
+        """See ``kernels.ops.fuse_layers``."""
         ...
 
     def sample(self, logits: Tensor, inputs: SamplingInputs) -> Sampled:

@@ -9,22 +9,53 @@ is a token's place in the KV cache, ``block * block_size + offset``. ``Hq`` and
 from torch import Tensor
 
 from kernels import registry
-from kernels.interface import Sampled, SamplingInputs
+from kernels.interface import (
+    AttentionInputs,
+    LayerStack,
+    LayerWeights,
+    PackedWeight,
+    Projection,
+    RunLayers,
+    Sampled,
+    SamplingInputs,
+    WeightType,
+)
 
 __all__ = [
+    "AttentionInputs",
+    "LayerStack",
+    "LayerWeights",
+    "PackedWeight",
+    "Projection",
+    "RunLayers",
     "Sampled",
     "SamplingInputs",
+    "WeightType",
     "add_rms_norm",
+    "argmax",
     "embed",
+    "fuse_layers",
     "gather_last",
+    "gelu_mul",
     "kv_cache_shapes",
     "linear",
+    "log_sum_exp",
+    "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "set_num_threads",
     "silu_mul",
 ]
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Threads that one operation may use from now on, torch's own on the calling thread included.
+
+    Invariant: on CPU no result depends on it, but for the reference's.
+    """
+    registry.active().set_num_threads(num_threads)
 
 
 def kv_cache_shapes(
@@ -32,13 +63,32 @@ def kv_cache_shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of one layer's K and V cache; the layout inside belongs to the implementation.
 
-    Invariant: both hold ``num_blocks * block_size * num_kv_heads * head_dim`` elements.
+    Invariant: both hold ``num_blocks * block_size * num_kv_heads * head_dim``
+    elements, and their first dimension counts blocks.
+
+    Raises:
+        ValueError: the implementation has no layout for blocks of this size.
     """
     return registry.active().kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
 
 
-def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows of the embedding: ``[T]`` int64 and ``[vocab, hidden]`` to ``[T, hidden]``."""
+def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
+    """Bring a matrix into the form that ``linear`` and ``embed`` want. Once, when a model is loaded.
+
+    ``bf16`` and ``fp16`` round to nearest even, which loses nothing when the
+    weight has that dtype already. ``int8`` divides each row by its largest
+    magnitude / 127 and rounds.
+
+    Args:
+        weight: ``[n_out, n_in]``, floating point, any strides; not needed afterwards,
+            unless the result shares its memory (the reference's does where it can).
+        weight_type: how the elements are to be kept.
+    """
+    return registry.active().pack_linear(weight, weight_type)
+
+
+def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
+    """Rows of the embedding: ``[T]`` int64 and ``[vocab, hidden]`` to ``[T, hidden]`` float32."""
     return registry.active().embed(token_ids, weight)
 
 
@@ -66,7 +116,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return registry.active().add_rms_norm(x, residual, weight, eps)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias``: ``[T, n_in]`` and ``[n_out, n_in]`` to ``[T, n_out]``."""
     return registry.active().linear(x, weight, bias)
 
@@ -77,6 +127,16 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Source: Shazeer, "GLU Variants Improve Transformer", 2020 (SwiGLU).
     """
     return registry.active().silu_mul(gate_up)
+
+
+def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
+    """Gated activation: ``[T, 2 * n]``, gate then up, to ``gelu(gate) * up`` of ``[T, n]``.
+
+    ``gelu(x) = x * Phi(x)`` with the normal distribution function, or its
+    approximation by ``tanh``. Source: Hendrycks and Gimpel, "Gaussian Error
+    Linear Units", 2016.
+    """
+    return registry.active().gelu_mul(gate_up, tanh=tanh)
 
 
 def rotary_write_kv(
@@ -111,6 +171,8 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of each request's newest tokens over all its KV so far.
 
@@ -129,18 +191,41 @@ def paged_attention(
         query_start: ``[S + 1]`` int64, from 0 to T, strictly increasing.
         context_lens: ``[S]`` int64, tokens with KV, the granted ones included.
         scale: multiplies the scores, usually ``D ** -0.5``.
+        window: tokens a query sees, itself included (sliding window); None = all.
+        softcap: bounds the scaled scores smoothly, ``cap * tanh(score / cap)``
+            (Gemma 2, 2024); None = off.
 
     Returns:
         ``[T, Hq, D]``.
     """
     return registry.active().paged_attention(
-        q, k_cache, v_cache, block_tables, query_start, context_lens, scale
+        q, k_cache, v_cache, block_tables, query_start, context_lens, scale, window, softcap
     )
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers | None:
+    """All layers of a decoder as one call, where the implementation has such a thing; else None.
+
+    Worth it where a step's work is small beside the cost of some hundred calls.
+
+    Invariant: the same bits as the operations one by one.
+    """
+    return registry.active().fuse_layers(stack)
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:
     """The rows that sample: ``[T, hidden]`` and ``[R]`` int64 to ``[R, hidden]``."""
     return registry.active().gather_last(x, rows)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """The likeliest id of each row, the lowest on ties: ``[R, vocab]`` float32 to ``[R]`` int64."""
+    return registry.active().argmax(logits)
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """``log(sum(exp(row)))``, which turns logits into log probabilities: ``[R, vocab]`` to ``[R]``."""
+    return registry.active().log_sum_exp(logits)
 
 
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:

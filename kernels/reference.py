@@ -8,18 +8,26 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
+from kernels.interface import LayerStack, PackedWeight, RunLayers, WeightType
 from kernels.sampling import sample
+from kernels.weights import quantised, rounded
 
 __all__ = [
     "add_rms_norm",
+    "argmax",
     "embed",
+    "fuse_layers",
     "gather_last",
+    "gelu_mul",
     "kv_cache_shapes",
     "linear",
+    "log_sum_exp",
+    "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "set_num_threads",
     "silu_mul",
 ]
 
@@ -40,9 +48,24 @@ def kv_cache_shapes(
     return shape, shape
 
 
-def embed(token_ids: Tensor, weight: Tensor) -> Tensor:
+def set_num_threads(num_threads: int) -> None:
+    """Torch's own, on the calling thread."""
+    torch.set_num_threads(num_threads)
+
+
+def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
+    """The values that ``weight_type`` leaves, as float32; float32 itself stays where it is."""
+    if weight_type == "int8":
+        integers, scales = quantised(weight)
+        data = integers.float().mul_(scales.unsqueeze(1))
+    else:
+        data = rounded(weight, weight_type).float()
+    return PackedWeight(data, None, weight.shape[0], weight.shape[1], weight_type)
+
+
+def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
     """Rows of ``weight``."""
-    return weight.index_select(0, token_ids)
+    return weight.data.index_select(0, token_ids)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -58,18 +81,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
     """Matrix product with the transposed weight, plus the bias."""
-    num_rows, num_outputs = x.shape[0], weight.shape[0]
+    matrix = weight.data
+    num_rows, num_outputs = x.shape[0], weight.num_outputs
     parts = max(2, torch.get_num_threads())
     if (
         x.device.type != "cpu"
         or num_rows > SPLIT_ROWS_MAX
         or num_outputs % parts
-        or not weight.is_contiguous()
+        or not matrix.is_contiguous()
     ):
-        return F.linear(x, weight, bias)
-    split = weight.view(parts, num_outputs // parts, -1)
+        return F.linear(x, matrix, bias)
+    split = matrix.view(parts, num_outputs // parts, -1)
     out = torch.bmm(split, x.t().expand(parts, -1, num_rows)).view(num_outputs, num_rows).t().contiguous()
     return out if bias is None else out.add_(bias)
 
@@ -78,6 +102,12 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """Silu of the first half times the second."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
+    """Gelu of the first half times the second."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)
 
 
 def rotary_write_kv(
@@ -107,6 +137,8 @@ def paged_attention(
     query_start: Tensor,
     context_lens: Tensor,
     scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Request by request: gather its blocks, then plain attention. One request's KV exists at a time."""
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
@@ -120,14 +152,21 @@ def paged_attention(
         values = v_cache.index_select(0, blocks).view(-1, num_kv_heads, head_dim)[:context].transpose(0, 1)
         begin, end = starts[index], starts[index + 1]
         if end - begin == 1:
-            weights = torch.bmm(scaled[begin], keys).softmax(dim=-1)
-            out[begin] = torch.bmm(weights, values).view(-1, head_dim)
+            first = 0 if window is None else max(0, context - window)
+            weights = _capped(torch.bmm(scaled[begin], keys[:, :, first:]), softcap).softmax(dim=-1)
+            out[begin] = torch.bmm(weights, values[:, first:]).view(-1, head_dim)
         else:
-            _attend_chunk(scaled[begin:end], keys, values, out[begin:end])
+            _attend_chunk(scaled[begin:end], keys, values, out[begin:end], window, softcap)
     return out
 
 
-def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else (scores / softcap).tanh_().mul_(softcap)
+
+
+def _attend_chunk(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, window: int | None, softcap: float | None
+) -> None:
     """Causal attention of the last ``n`` of ``context`` tokens.
 
     Args:
@@ -135,22 +174,45 @@ def _attend_chunk(q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         keys: ``[Hkv, D, context]``.
         values: ``[Hkv, context, D]``.
         out: ``[n, Hq, D]``, written.
+        window: tokens a query sees, itself included.
+        softcap: bound of the scores.
     """
     num_queries, num_kv_heads, group, head_dim = q.shape
     before = keys.shape[2] - num_queries
     for begin in range(0, num_queries, QUERY_TILE_TOKENS):
         end = min(begin + QUERY_TILE_TOKENS, num_queries)
-        rows, seen = end - begin, before + end
+        rows, last = end - begin, before + end
+        first = 0 if window is None else max(0, before + begin + 1 - window)
+        seen = last - first
         tile = q[begin:end].permute(1, 2, 0, 3).reshape(num_kv_heads, group * rows, head_dim)
-        scores = torch.bmm(tile, keys[:, :, :seen]).view(num_kv_heads, group, rows, seen)
-        # Only the tile's own square on the diagonal holds anything hidden.
+        scores = _capped(torch.bmm(tile, keys[:, :, first:last]), softcap)
+        scores = scores.view(num_kv_heads, group, rows, seen)
+        # Without a window only the tile's own square on the diagonal holds anything hidden.
         hidden = torch.ones(rows, rows, dtype=torch.bool, device=q.device).triu_(1)
-        scores[..., before + begin :].masked_fill_(hidden, float("-inf"))
+        scores[..., before + begin - first :].masked_fill_(hidden, float("-inf"))
+        if window is not None:
+            passed = torch.ones(rows, seen, dtype=torch.bool, device=q.device)
+            scores.masked_fill_(passed.tril_(before + begin - first - window), float("-inf"))
         weights = scores.softmax(dim=-1).view(num_kv_heads, group * rows, seen)
-        mixed = torch.bmm(weights, values[:, :seen]).view(num_kv_heads, group, rows, head_dim)
+        mixed = torch.bmm(weights, values[:, first:last]).view(num_kv_heads, group, rows, head_dim)
         out[begin:end] = mixed.permute(2, 0, 1, 3).reshape(rows, num_kv_heads * group, head_dim)
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers | None:
+    """The operations one by one will do."""
+    return None
 
 
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:
     """Rows of ``x``."""
     return x.index_select(0, rows)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Of equal maxima torch takes the first on CPU."""
+    return logits.argmax(dim=-1)
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Torch's own."""
+    return logits.logsumexp(dim=-1)

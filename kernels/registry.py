@@ -8,12 +8,15 @@ layout belong to the implementation they were made with.
 import importlib
 from typing import cast
 
+from kernels.cpu_build import CpuKernelsUnavailable
 from kernels.interface import Implementation
 
-DEFAULT = "reference"
+#: The quickest implementation that can be had here.
+AUTO = "auto"
 
-_MODULES: dict[str, str] = {"reference": "kernels.reference"}
+_MODULES: dict[str, str] = {"cpu": "kernels.cpu", "reference": "kernels.reference"}
 _active: tuple[str, Implementation] | None = None
+_reason = ""
 
 
 class UnknownImplementation(ValueError):
@@ -41,21 +44,31 @@ def register(name: str, module: str) -> None:
 
 
 def use(name: str) -> None:
-    """Make ``name`` the implementation of this process.
+    """Make ``name`` the implementation of this process; ``auto`` chooses the quickest there is.
 
     Raises:
         UnknownImplementation: there is none of this name.
+        CpuKernelsUnavailable: ``cpu`` was asked for by name and cannot be had here.
     """
-    global _active
+    global _active, _reason
+    if name == AUTO:
+        try:
+            use("cpu")
+            _reason = "the quickest on a CPU"
+        except CpuKernelsUnavailable as error:
+            use("reference")
+            _reason = f"cpu is not available: {error}"
+        return
     if name not in _MODULES:
-        raise UnknownImplementation(name, names())
+        raise UnknownImplementation(name, (AUTO, *names()))
     _active = (name, cast("Implementation", importlib.import_module(_MODULES[name])))
+    _reason = "asked for by name"
 
 
 def active() -> Implementation:
-    """The implementation in use; the default one when none was chosen."""
+    """The implementation in use; ``auto`` when none was chosen."""
     if _active is None:
-        use(DEFAULT)
+        use(AUTO)
     assert _active is not None
     return _active[1]
 
@@ -65,3 +78,9 @@ def active_name() -> str:
     active()
     assert _active is not None
     return _active[0]
+
+
+def active_reason() -> str:
+    """Why this implementation is in use, in words."""
+    active()
+    return _reason

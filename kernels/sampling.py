@@ -6,6 +6,7 @@ preempted or started again meets the same noise.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,15 +20,31 @@ _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 
-def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
-    """Choose a token for each row; ``logits`` is overwritten where ids are banned."""
-    failed = ~logits.sum(dim=-1).isfinite()
-    if bool(failed.any()):  # or the sum of finite logits was too large
-        failed = ~logits.isfinite().all(dim=-1)
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The argmax of each row, the lowest id on ties, and whether all its logits are finite."""
+    finite = logits.sum(dim=-1).isfinite()
+    if not bool(finite.all()):  # or the sum of finite logits was too large
+        finite = logits.isfinite().all(dim=-1)
+    return logits.argmax(dim=-1), finite  # of equal maxima the first
+
+
+def sample(
+    logits: Tensor,
+    inputs: SamplingInputs,
+    greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = greedy,
+) -> Sampled:
+    """Choose a token for each row; ``logits`` is overwritten where ids are banned.
+
+    ``greedy`` stands for the function of that name where an implementation has a quicker one.
+    """
+    token_ids, finite = greedy(logits)
+    failed = ~finite
     if inputs.banned_ids.numel():
         logits[inputs.banned_rows, inputs.banned_ids] = float("-inf")
-        failed |= logits.amax(dim=-1) == float("-inf")
-    token_ids = logits.argmax(dim=-1)  # of equal maxima the first, which is the lowest id
+        rows = torch.tensor(sorted(set(inputs.banned_rows.tolist())), device=logits.device)
+        left = logits[rows]
+        token_ids[rows] = greedy(left)[0]
+        failed[rows] |= left.amax(dim=-1) == float("-inf")
     drawing = ((inputs.temperature > 0) & ~failed).nonzero().flatten().tolist()
     if drawing:
         columns = (

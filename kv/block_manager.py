@@ -80,16 +80,22 @@ class BlockManager:
         return self._owners[request_id].block_table
 
     def match(self, owner: KvOwner) -> PrefixHit:
-        """Find the longest prefix of the owner's tokens that is in the pool. Takes nothing."""
+        """Find the longest prefix of the owner's tokens that is in the pool. Takes nothing.
+
+        Of several copies of a block one that is held is preferred: taking it costs no free block.
+        """
         blocks: list[int] = []
         num_free = 0
         if self.enable_prefix_cache:
             num_usable = (len(owner.token_ids) - 1) // self.block_size
             extend_hashes(owner, num_usable, self.block_size)
             for block_hash in owner.block_hashes[:num_usable]:
-                block = self._index.find(block_hash)
-                if block is None:
+                copies = self._index.find(block_hash)
+                if not copies:
                     break
+                block = next(iter(copies))
+                if self._references[block] == 0 and len(copies) > 1:
+                    block = max(copies, key=self._references.__getitem__)
                 blocks.append(block)
                 num_free += self._references[block] == 0
         return PrefixHit(tuple(blocks), len(blocks) * self.block_size, num_free)

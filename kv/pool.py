@@ -90,7 +90,8 @@ class KvPool:
         values: likewise.
 
     Raises:
-        PoolAllocationError: fewer than one block or one token a block, or not enough memory.
+        PoolAllocationError: fewer than one block or one token a block, a shape the kernels have no
+            layout for, or not enough memory.
     """
 
     def __init__(
@@ -109,7 +110,10 @@ class KvPool:
             raise PoolAllocationError(
                 f"kv pool of {num_blocks} blocks needs {self.num_bytes} bytes, but {free_bytes()} are free"
             )
-        shapes = ops.kv_cache_shapes(num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        try:
+            shapes = ops.kv_cache_shapes(num_blocks, block_size, layout.num_kv_heads, layout.head_dim)
+        except ValueError as error:
+            raise PoolAllocationError(f"kv {error}") from error
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
         try:

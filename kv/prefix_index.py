@@ -10,7 +10,7 @@ This module is pure; it does not know which blocks are free.
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 
@@ -79,10 +79,9 @@ class PrefixIndex:
         """Number of findable blocks."""
         return sum(map(len, self._blocks.values()))
 
-    def find(self, block_hash: bytes) -> int | None:
-        """A block with this hash, the one known longest; None if there is none."""
-        blocks = self._blocks.get(block_hash)
-        return next(iter(blocks)) if blocks else None
+    def find(self, block_hash: bytes) -> Collection[int]:
+        """Blocks with this hash, the one known longest first; empty if there are none."""
+        return self._blocks.get(block_hash, ())
 
     def add(self, block_hash: bytes, block: int) -> None:
         """Make ``block`` findable."""

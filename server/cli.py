@@ -30,6 +30,24 @@ class RunnerName(enum.StrEnum):
     INLINE = "inline"
 
 
+class KernelsName(enum.StrEnum):
+    """Which implementation of the operations."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    REFERENCE = "reference"
+
+
+class WeightsName(enum.StrEnum):
+    """How matrices are kept."""
+
+    AUTO = "auto"
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+    INT8 = "int8"
+
+
 class PolicyName(enum.StrEnum):
     """What orders requests."""
 
@@ -72,6 +90,14 @@ RunnerOption = Annotated[
     typer.Option(help="Where it computes: its own process, or a thread.", rich_help_panel=_MODEL),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads of a step.", rich_help_panel=_MODEL)]
+WeightsOption = Annotated[
+    WeightsName | None,
+    typer.Option("--weights", help="How weights are kept; auto: exactly.", rich_help_panel=_MODEL),
+]
+KernelsOption = Annotated[
+    KernelsName | None,
+    typer.Option("--kernels", help="Which kernels; auto: the quickest.", rich_help_panel=_MODEL),
+]
 KvBlocks = Annotated[int | None, typer.Option(help="Blocks of the KV pool.", rich_help_panel=_MODEL)]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per block.", rich_help_panel=_MODEL)]
 StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.", hidden=True)]
@@ -94,6 +120,8 @@ def serve(
     model_name: ModelName = None,
     runner: RunnerOption = None,
     threads: Threads = None,
+    weights: WeightsOption = None,
+    kernels: KernelsOption = None,
     kv_blocks: KvBlocks = None,
     block_size: BlockSize = None,
     scripted_step_ms: StepMs = None,
@@ -113,8 +141,10 @@ def serve(
             "server.grace_s": grace_s,
             "model.path": model,
             "model.name": model_name,
+            "model.weights": weights and weights.value,
             "engine.runner": runner and runner.value,
             "engine.threads": threads,
+            "engine.kernels": kernels and kernels.value,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,
             "engine.record_decisions": record_decisions,
             "kv.num_blocks": kv_blocks,

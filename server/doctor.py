@@ -1,4 +1,7 @@
-"""What ``vorrang doctor`` finds on this machine. Imports torch, so it takes seconds; changes nothing."""
+"""What ``vorrang doctor`` finds on this machine. Imports torch, so it takes seconds.
+
+Changes nothing but the cache of built kernels.
+"""
 
 import importlib.metadata
 import importlib.util
@@ -20,7 +23,7 @@ _FEATURES = (
     "fma",
     "f16c",
 )
-_COMPILERS = ("cc", "gcc", "clang", "cl")
+_COMPILERS = ("g++", "c++", "clang++")
 _GIB = 1024**3
 
 
@@ -42,6 +45,7 @@ def findings() -> list[tuple[str, str]]:
         ("runner", _runner()),
         ("cache folder", _cache_folder()),
         ("compiler", next((path for name in _COMPILERS if (path := shutil.which(name))), "none")),
+        ("kernels", _kernels()),
     ]
 
 
@@ -99,6 +103,17 @@ def _default_model() -> str:
         return f"{registry.DEFAULT_MODEL_NAME}, {registry._default_model_file()}"
     except Exception as error:  # a doctor reports what ails; it does not fall ill
         return f"not found: {error}"
+
+
+def _kernels() -> str:
+    """What ``auto`` chooses here, and why; builds the library where the cache has none."""
+    if importlib.util.find_spec("torch") is None:
+        return "unknown without torch"
+    from kernels import cpu_build, registry
+
+    registry.use(registry.AUTO)
+    name, reason = registry.active_name(), registry.active_reason()
+    return f"{name} for {cpu_build.capability()}: {reason}" if name == "cpu" else f"{name}: {reason}"
 
 
 def _cache_folder() -> str:

@@ -29,8 +29,8 @@ async def load(settings: Settings) -> Loaded:
     """Load the model and compute a warm-up step.
 
     Raises:
-        ModelUnavailable: no model, a damaged one, one of an unknown kind, no memory for
-            its KV, or its process died.
+        ModelUnavailable: no model, a damaged one, one of an unknown kind, no memory for its KV,
+            kernels that can't be had here, or its process died.
 
     Cancellation: a process is ended; a thread ends by itself.
     """
@@ -99,6 +99,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "num_blocks": settings.kv.num_blocks,
         "block_size": settings.kv.block_size,
         "max_context": settings.scheduler.max_context_tokens,
+        "weights": settings.model.weights,
+        "kernels": settings.engine.kernels,
     }
 
 

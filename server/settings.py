@@ -80,12 +80,14 @@ class ModelSection(BaseModel):
     Attributes:
         path: folder or GGUF file; None = the default model; ``scripted`` = a fake one for tests.
         name: name under which it is served; None = its own.
+        weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint.
     """
 
     model_config = _FROZEN
 
     path: str | None = None
     name: str | None = Field(default=None, min_length=1, max_length=128)
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
 
 
 class KvSection(BaseModel):
@@ -114,6 +116,7 @@ class EngineSection(BaseModel):
         runner_start_s_max: seconds loading may take in it.
         runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
         threads: threads a step may use; None = one per physical core.
+        kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
         max_buffered_tokens: output tokens held for a client that does not read.
         scripted_step_s: seconds one step of the scripted model takes.
         record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
@@ -128,6 +131,7 @@ class EngineSection(BaseModel):
     runner_start_s_max: float = Field(default=600.0, gt=0)
     runner_max_restarts: int = Field(default=8, ge=0)
     threads: int | None = Field(default=None, ge=1)
+    kernels: Literal["auto", "cpu", "reference"] = "auto"
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
     record_decisions: Path | None = None

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.models import layers
 from engine.models.config import DecoderConfig
-from engine.models.layers import AttentionInputs, LayerWeights
 from kernels import ops
+from kernels.ops import AttentionInputs, LayerStack, LayerWeights, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,25 @@ class DecoderWeights:
     """All weights of a decoder.
 
     Attributes:
-        embedding: ``[vocab, hidden]``.
+        embedding: ``[vocab, hidden]``, packed.
         layers: one entry a layer.
-        norm: ``[hidden]``, after the last layer.
-        lm_head: ``[vocab, hidden]``; the embedding itself when they are tied.
+        norm: ``[hidden]`` float32, after the last layer.
+        lm_head: ``[vocab, hidden]``, packed; the embedding itself when they are tied.
     """
 
-    embedding: Tensor
+    embedding: PackedWeight
     layers: tuple[LayerWeights, ...]
     norm: Tensor
-    lm_head: Tensor
+    lm_head: PackedWeight
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the packed weights."""
+        packed = {id(self.embedding): self.embedding, id(self.lm_head): self.lm_head}
+        for layer in self.layers:
+            for projection in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+                packed[id(projection.weight)] = projection.weight
+        return sum(weight.num_bytes for weight in packed.values())
 
 
 class Decoder:
@@ -37,7 +46,7 @@ class Decoder:
 
     Args:
         config: shape and constants.
-        weights: on one device, in one dtype.
+        weights: on one device, packed by the active kernels.
         num_positions: positions to prepare, at most the longest context that will be served.
     """
 
@@ -45,8 +54,17 @@ class Decoder:
         self.config = config
         self.weights = weights
         self.num_positions = num_positions
-        self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(
-            weights.embedding.device
+        self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(weights.norm.device)
+        self._run_layers = ops.fuse_layers(
+            LayerStack(
+                weights.layers,
+                self._rope,
+                config.num_q_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.norm_eps,
+                config.head_dim**-0.5,
+            )
         )
 
     def forward(
@@ -63,8 +81,10 @@ class Decoder:
         Returns:
             The residual stream after the last layer, ``[T, hidden]``, not yet normed.
         """
-        eps = self.config.norm_eps
         residual = ops.embed(token_ids, self.weights.embedding)
+        if self._run_layers is not None:
+            return self._run_layers(residual, inputs, keys, values)
+        eps = self.config.norm_eps
         branch: Tensor | None = None
         for layer, k_cache, v_cache in zip(self.weights.layers, keys, values, strict=True):
             if branch is None:
@@ -75,7 +95,7 @@ class Decoder:
             normed, residual = ops.add_rms_norm(branch, residual, layer.mlp_norm, eps)
             branch = layers.mlp(normed, layer)
         assert branch is not None
-        return residual + branch
+        return residual.add_(branch)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Final norm and LM head of the rows that sample.
@@ -88,4 +108,4 @@ class Decoder:
             ``[R, vocab]`` float32, contiguous.
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
-        return ops.linear(normed, self.weights.lm_head).float()
+        return ops.linear(normed, self.weights.lm_head)

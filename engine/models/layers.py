@@ -1,65 +1,13 @@
 """The parts of a decoder layer, on ``kernels.ops``. Which implementation runs is not known here."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.models.config import DecoderConfig, RopeConfig
 from kernels import ops
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionInputs:
-    """Where the step's tokens are, in the words of ``kernels.ops``.
-
-    Attributes:
-        positions: ``[T]`` int64.
-        slots: ``[T]`` int64.
-        block_tables: ``[S, max_blocks]`` int64.
-        query_start: ``[S + 1]`` int64.
-        context_lens: ``[S]`` int64.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    block_tables: Tensor
-    query_start: Tensor
-    context_lens: Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """A linear layer: weight ``[n_out, n_in]``, bias ``[n_out]`` or none."""
-
-    weight: Tensor
-    bias: Tensor | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """``[T, n_in]`` to ``[T, n_out]``."""
-        return ops.linear(x, self.weight, self.bias)
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """Weights of one decoder layer.
-
-    Attributes:
-        attention_norm: ``[hidden]``, before attention.
-        qkv: query, key and value projections, fused in this order.
-        attention_out: back to the residual stream.
-        mlp_norm: ``[hidden]``, before the MLP.
-        gate_up: gate and up projections, fused in this order.
-        down: back to the residual stream.
-    """
-
-    attention_norm: Tensor
-    qkv: Projection
-    attention_out: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+from kernels.ops import AttentionInputs, LayerWeights
 
 
 def attention(
@@ -72,7 +20,7 @@ def attention(
     v_cache: Tensor,
 ) -> Tensor:
     """Self-attention of one layer, ``[T, hidden]`` to ``[T, hidden]``; stores the tokens' KV."""
-    qkv = weights.qkv(x).view(x.shape[0], -1, config.head_dim)
+    qkv = ops.linear(x, weights.qkv.weight, weights.qkv.bias).view(x.shape[0], -1, config.head_dim)
     q = ops.rotary_write_kv(qkv, rope, inputs.positions, inputs.slots, k_cache, v_cache)
     mixed = ops.paged_attention(
         q,
@@ -83,12 +31,14 @@ def attention(
         inputs.context_lens,
         config.head_dim**-0.5,
     )
-    return weights.attention_out(mixed.view(x.shape[0], -1))
+    out = weights.attention_out
+    return ops.linear(mixed.view(x.shape[0], -1), out.weight, out.bias)
 
 
 def mlp(x: Tensor, weights: LayerWeights) -> Tensor:
     """Gated MLP of one layer, ``[T, hidden]`` to ``[T, hidden]``."""
-    return weights.down(ops.silu_mul(weights.gate_up(x)))
+    gate_up = ops.linear(x, weights.gate_up.weight, weights.gate_up.bias)
+    return ops.linear(ops.silu_mul(gate_up), weights.down.weight, weights.down.bias)
 
 
 def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:

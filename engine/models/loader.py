@@ -1,14 +1,16 @@
-"""Weights from a folder of safetensors files, memory-mapped.
+"""Weights from a folder of safetensors files, memory-mapped and packed for the active kernels.
 
-Tensors keep living in the mapped file wherever their dtype and place allow it;
-fused projections are then views across neighbours in the file, which is how
+One matrix at a time is read from the mapped file and packed, so that loading
+needs little more memory than the result. Fused projections are views across
+neighbours in the file where it has them side by side, which is how
 ``engine.models.gguf`` writes them.
 """
 
 import json
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,7 +19,8 @@ from torch import Tensor
 from engine.models.config import DecoderConfig, read_json
 from engine.models.decoder import DecoderWeights
 from engine.models.errors import InvalidCheckpoint
-from engine.models.layers import LayerWeights, Projection
+from kernels import ops
+from kernels.ops import LayerWeights, PackedWeight, Projection, WeightType
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -25,23 +28,37 @@ INDEX_FILE = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32) -> DecoderWeights:
+#: The type each tensor has in the file; float32 where it is none of the weight types.
+Auto = Literal["auto"]
+
+_AUTO_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def load_weights(
+    folder: Path, config: DecoderConfig, weight_type: WeightType | Auto = "auto"
+) -> DecoderWeights:
     """Read the weights of ``config`` from ``folder``.
+
+    Args:
+        folder: with the safetensors files.
+        config: what they must match.
+        weight_type: how matrices are kept; ``auto`` = exactly, in the dtype of the file. Norms
+            and biases are float32.
 
     Raises:
         InvalidCheckpoint: a file is missing or damaged, or a tensor is missing,
             unknown or of another shape than the configuration says.
     """
-    source = _TensorSource(folder, dtype)
+    source = _TensorSource(folder, weight_type)
     hidden, intermediate = config.hidden_size, config.intermediate_size
     q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    embedding = source.take("model.embed_tokens.weight", (config.vocab_size, hidden))
+    embedding = source.matrix("model.embed_tokens.weight", (config.vocab_size, hidden))
     decoder_layers = []
     for index in range(config.num_layers):
         layer = f"model.layers.{index}"
         decoder_layers.append(
             LayerWeights(
-                attention_norm=source.take(f"{layer}.input_layernorm.weight", (hidden,)),
+                attention_norm=source.vector(f"{layer}.input_layernorm.weight", hidden),
                 qkv=source.project(
                     f"{layer}.self_attn",
                     {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
@@ -51,7 +68,7 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch
                 attention_out=source.project(
                     f"{layer}.self_attn", {"o_proj": hidden}, q_size, config.attention_bias
                 ),
-                mlp_norm=source.take(f"{layer}.post_attention_layernorm.weight", (hidden,)),
+                mlp_norm=source.vector(f"{layer}.post_attention_layernorm.weight", hidden),
                 gate_up=source.project(
                     f"{layer}.mlp",
                     {"gate_proj": intermediate, "up_proj": intermediate},
@@ -61,12 +78,12 @@ def load_weights(folder: Path, config: DecoderConfig, dtype: torch.dtype = torch
                 down=source.project(f"{layer}.mlp", {"down_proj": hidden}, intermediate, config.mlp_bias),
             )
         )
-    norm = source.take("model.norm.weight", (hidden,))
+    norm = source.vector("model.norm.weight", hidden)
     if config.tie_embeddings:
         source.ignore("lm_head.weight")
         lm_head = embedding
     else:
-        lm_head = source.take("lm_head.weight", (config.vocab_size, hidden))
+        lm_head = source.matrix("lm_head.weight", (config.vocab_size, hidden))
     source.check_all_taken()
     return DecoderWeights(embedding, tuple(decoder_layers), norm, lm_head)
 
@@ -84,10 +101,9 @@ class _MappedFile:
             with path.open("rb") as file:
                 header_bytes = int.from_bytes(file.read(8), "little")
                 header: dict[str, Any] = json.loads(file.read(header_bytes))
-            self._bytes = torch.from_file(
-                str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8
-            )
-        except (SafetensorError, OSError) as error:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+        except (SafetensorError, OSError, ValueError) as error:
             raise InvalidCheckpoint(f"{path} is no readable safetensors file: {error}") from error
         self._data_start = 8 + header_bytes
         self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -101,26 +117,55 @@ class _MappedFile:
         """A view into the file, or a copy where its place does not suit its type."""
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
-        begin, end = (self._data_start + offset for offset in entry["data_offsets"])
+        begin, end = self._place(name)
         if dtype is None or begin % dtype.itemsize:
             copied: Tensor = self._checked.get_tensor(name)
             return copied
         return self._bytes[begin:end].view(dtype).view(entry["shape"])
 
+    def release(self, name: str) -> None:
+        """Give the memory under a tensor back; whoever reads it again reads the file again."""
+        begin, end = self._place(name)
+        begin += -begin % mmap.PAGESIZE
+        length = (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        if length > 0:
+            self._map.madvise(mmap.MADV_DONTNEED, begin, length)
+
+    def _place(self, name: str) -> tuple[int, int]:
+        """First byte of a tensor in the file, and the one after its last."""
+        begin, end = self._entries[name]["data_offsets"]
+        return self._data_start + begin, self._data_start + end
+
 
 class _TensorSource:
     """The tensors of a folder by name; each should be taken once."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, folder: Path, weight_type: WeightType | Auto) -> None:
+        self._weight_type = weight_type
         self._files: dict[str, _MappedFile] = {}
         for path in _weight_files(folder):
             file = _MappedFile(path)
             self._files |= dict.fromkeys(file.names, file)
         self._left = {name for name in self._files if not name.endswith(".rotary_emb.inv_freq")}
 
-    def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor ``name``, in the wanted dtype; in the mapped file when it has it already."""
+    def vector(self, name: str, size: int) -> Tensor:
+        """The tensor ``name`` of one dimension, a float32 copy."""
+        return self._take(name, (size,)).to(torch.float32, copy=True)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> PackedWeight:
+        """The tensor ``name``, packed."""
+        return self._packed({name: shape})
+
+    def project(self, prefix: str, rows: dict[str, int], columns: int, bias: bool) -> Projection:
+        """The linear layers ``rows`` (name to number of rows), fused along the rows."""
+        weight = self._packed({f"{prefix}.{name}.weight": (count, columns) for name, count in rows.items()})
+        if not bias:
+            return Projection(weight)
+        biases = [self.vector(f"{prefix}.{name}.bias", count) for name, count in rows.items()]
+        return Projection(weight, torch.cat(biases))
+
+    def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor ``name`` as it is in the mapped file."""
         if name not in self._files:
             raise InvalidCheckpoint(f"tensor {name} is missing")
         tensor = self._files[name].tensor(name)
@@ -129,15 +174,21 @@ class _TensorSource:
         if not tensor.is_floating_point():
             raise InvalidCheckpoint(f"tensor {name} must be of a floating point type, got {tensor.dtype}")
         self._left.discard(name)
-        return tensor.to(self._dtype)
+        return tensor
 
-    def project(self, prefix: str, rows: dict[str, int], columns: int, bias: bool) -> Projection:
-        """The linear layers ``rows`` (name to number of rows), fused along the rows."""
-        weights = [self.take(f"{prefix}.{name}.weight", (count, columns)) for name, count in rows.items()]
-        if not bias:
-            return Projection(_join(weights))
-        biases = [self.take(f"{prefix}.{name}.bias", (count,)) for name, count in rows.items()]
-        return Projection(_join(weights), _join(biases))
+    def _packed(self, shapes: dict[str, tuple[int, int]]) -> PackedWeight:
+        """The tensors ``shapes`` stacked along the rows and packed; the file's memory is given back."""
+        weights = [self._take(name, shape) for name, shape in shapes.items()]
+        dtypes = {weight.dtype for weight in weights}
+        if len(dtypes) > 1:
+            weights = [weight.float() for weight in weights]
+        weight_type = self._weight_type
+        if weight_type == "auto":
+            weight_type = _AUTO_TYPES.get(weights[0].dtype, "fp32")
+        packed = ops.pack_linear(_join(weights), weight_type)
+        for name in shapes:
+            self._files[name].release(name)
+        return packed
 
     def ignore(self, name: str) -> None:
         """Do not mind ``name``."""

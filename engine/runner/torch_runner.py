@@ -4,7 +4,6 @@ Decides nothing. Runs on the thread that calls it, one plan at a time.
 """
 
 import secrets
-import threading
 from collections.abc import Iterable
 
 import structlog
@@ -40,13 +39,17 @@ class TorchModel:
         self._info = info
         self._decoder = decoder
         self._kv = pool
-        self._num_threads = num_threads
-        self._thread: int | None = None
+        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
 
     @property
     def info(self) -> ModelInfo:
         """What is served."""
         return self._info
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one operation."""
+        return self._num_threads
 
     @property
     def pool(self) -> PoolShape:
@@ -70,7 +73,8 @@ class TorchModel:
         """
         if not plan.grants:
             return StepResult({})
-        self._set_threads()
+        # Each time: torch keeps the number per calling thread, and another model may have set another.
+        ops.set_num_threads(self._num_threads)
         batch = build_batch(plan, self._kv.block_size)
         with torch.inference_mode():
             return self._run(plan, batch)
@@ -94,12 +98,6 @@ class TorchModel:
             self._fail(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
         sampled = dict(zip(batch.sampling_ids, chosen.token_ids.tolist(), strict=True))
         return StepResult({key: token for key, token in sampled.items() if key not in failures}, failures)
-
-    def _set_threads(self) -> None:
-        """OpenMP keeps the number of threads per calling thread, so set it in each that calls."""
-        if self._num_threads is not None and self._thread != threading.get_ident():
-            self._thread = threading.get_ident()
-            torch.set_num_threads(self._num_threads)
 
     @staticmethod
     def _fail(

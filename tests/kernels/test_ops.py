@@ -27,7 +27,7 @@ def test_linear_is_the_matrix_product(rows, num_outputs, bias, num_threads):
     x, weight = _random(rows, 40, seed=1), _random(num_outputs, 40, seed=2)
     offset = _random(num_outputs, seed=3) if bias else None
 
-    out = ops.linear(x, weight, offset)
+    out = ops.linear(x, ops.pack_linear(weight, "fp32"), offset)
 
     wanted = torch.einsum("tk,nk->tn", x.double(), weight.double()) + (offset.double() if bias else 0)
     torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
@@ -37,7 +37,52 @@ def test_linear_is_the_matrix_product(rows, num_outputs, bias, num_threads):
 def test_linear_takes_a_weight_that_is_a_window_of_a_larger_one():
     x, weight = _random(3, 8), _random(10, 16)[:, 4:12]
 
-    torch.testing.assert_close(ops.linear(x, weight), x @ weight.T)
+    torch.testing.assert_close(ops.linear(x, ops.pack_linear(weight, "fp32")), x @ weight.T)
+
+
+ROUNDING = {"fp32": 0.0, "bf16": 2.0**-8, "fp16": 2.0**-11}
+
+
+@pytest.mark.parametrize("weight_type", ROUNDING)
+def test_a_rounded_weight_is_near_the_exact_one(weight_type):
+    weight = _random(9, 31)
+
+    kept = ops.embed(torch.arange(9), ops.pack_linear(weight, weight_type))
+
+    assert ((kept - weight).abs() <= weight.abs() * ROUNDING[weight_type]).all()
+
+
+def test_an_int8_weight_is_within_half_a_step_of_its_row():
+    weight = _random(9, 31)
+    weight[4] = 0.0
+
+    kept = ops.embed(torch.arange(9), ops.pack_linear(weight, "int8"))
+
+    step = weight.abs().amax(1, keepdim=True) / 127
+    assert ((kept - weight).abs() <= step * 0.5001).all()
+    assert torch.equal(kept[4], weight[4])
+    assert len(kept[0].unique()) <= 255
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_mul_gates_by_the_normal_distribution(tanh):
+    gate_up = _random(5, 2 * 19) * 4
+
+    out = ops.gelu_mul(gate_up, tanh=tanh)
+
+    gate, up = gate_up[:, :19].double(), gate_up[:, 19:].double()
+    weight = torch.special.ndtr(gate)
+    if tanh:
+        weight = (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh()) / 2
+    torch.testing.assert_close(out.double(), gate * weight * up, rtol=1e-5, atol=1e-5)
+
+
+def test_argmax_and_log_sum_exp():
+    logits = _random(5, 77) * 10
+    logits[2, [3, 70]] = 99.0
+
+    assert ops.argmax(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
+    torch.testing.assert_close(ops.log_sum_exp(logits).double(), logits.double().exp().sum(-1).log())
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -80,8 +125,11 @@ def test_silu_mul_gates_the_second_half_by_the_first(rows):
 
 def test_embed_and_gather_last_pick_rows():
     table = _random(7, 3)
+    packed = ops.pack_linear(table, "fp32")
 
-    assert torch.equal(ops.embed(torch.tensor([6, 0, 6]), table), torch.stack([table[6], table[0], table[6]]))
+    assert torch.equal(
+        ops.embed(torch.tensor([6, 0, 6]), packed), torch.stack([table[6], table[0], table[6]])
+    )
     assert torch.equal(ops.gather_last(table, torch.tensor([4])), table[4:5])
     assert ops.gather_last(table, torch.tensor([], dtype=torch.int64)).shape == (0, 3)
 
@@ -121,7 +169,9 @@ def test_rotary_turns_pairs_as_complex_numbers_and_writes_only_the_slots(
 
 
 def test_an_unknown_implementation_is_refused_by_name():
-    with pytest.raises(registry.UnknownImplementation, match=r"must be one of reference.*got 'abacus'"):
+    with pytest.raises(
+        registry.UnknownImplementation, match=r"must be one of auto, cpu, reference.*got 'abacus'"
+    ):
         registry.use("abacus")
     assert registry.active() is reference
 

@@ -31,7 +31,7 @@ def _cache_of(keys, values, block_tables, block_size, num_blocks):
     return caches
 
 
-def _dense(q, keys, values, scale):
+def _dense(q, keys, values, scale, window=None, softcap=None):
     """``[n, Hq, D]`` queries, the last n of ``[context, Hkv, D]``; float64."""
     group = q.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(group, dim=1)
@@ -40,8 +40,10 @@ def _dense(q, keys, values, scale):
     before = len(keys) - len(q)
     for token in range(len(q)):
         seen = before + token + 1
-        weights = torch.einsum("hd,chd->hc", q[token].double() * scale, keys[:seen]).softmax(-1)
-        out[token] = torch.einsum("hc,chd->hd", weights, values[:seen])
+        first = 0 if window is None else max(0, seen - window)
+        scores = torch.einsum("hd,chd->hc", q[token].double() * scale, keys[first:seen])
+        weights = (scores if softcap is None else softcap * (scores / softcap).tanh()).softmax(-1)
+        out[token] = torch.einsum("hc,chd->hd", weights, values[first:seen])
     return out
 
 
@@ -77,6 +79,22 @@ def test_equals_dense_attention_of_each_request(name, num_q_heads, num_kv_heads,
     for row in range(len(batch)):
         begin, end = query_start[row : row + 2].tolist()
         wanted = _dense(q[begin:end], keys[row], values[row], 8**-0.5)
+        torch.testing.assert_close(out[begin:end].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (20, None), (500, None), (None, 3.0), (37, 2.0)])
+@pytest.mark.parametrize("name", ["decodes and chunks", "longer than a tile"])
+def test_a_window_hides_what_is_far_and_a_softcap_bounds_scores(name, window, softcap):
+    batch = BATCHES[name]
+    q, k_cache, v_cache, tables, query_start, contexts, keys, values = _problem(batch, 4, 2, 8, 16)
+
+    out = ops.paged_attention(
+        q, k_cache, v_cache, tables, query_start, contexts, 1.0, window=window, softcap=softcap
+    )
+
+    for row in range(len(batch)):
+        begin, end = query_start[row : row + 2].tolist()
+        wanted = _dense(q[begin:end], keys[row], values[row], 1.0, window, softcap)
         torch.testing.assert_close(out[begin:end].double(), wanted, rtol=1e-4, atol=1e-5)
 
 

@@ -229,3 +229,13 @@ def test_a_block_is_as_dear_as_the_dearest_owner_it_had():
     admit(manager, "filler", range(200, 208))
     assert manager.match(Owner("x", range(5))).num_tokens == 4
     assert manager.match(Owner("y", range(60, 65))).num_tokens == 0
+
+
+def test_of_two_copies_the_held_one_is_hit():
+    manager = BlockManager(6, 4)
+    first = admit(manager, "a", range(4))
+    admit(manager, "b", range(4))  # computed side by side: a hit would be capped one token short
+    manager.free(first)
+    hit = manager.match(Owner("c", range(5)))
+    assert hit.blocks == (1,)
+    assert hit.num_free_blocks == 0

@@ -35,7 +35,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
 
 def _load(folder, **options):
-    return load(str(folder), num_threads=1, **({"num_blocks": 64, "block_size": 8} | options))
+    return load(str(folder), num_threads=1, **({"num_blocks": 64, "block_size": 16} | options))
 
 
 def _prompt(length, seed=0):
@@ -217,7 +217,7 @@ def test_max_context_shortens_what_is_served(tmp_path):
 
 def test_the_pool_is_sized_in_bytes_or_in_blocks(tmp_path):
     tiny_llama(tmp_path)
-    block_bytes = 2 * 3 * 2 * 12 * 4 * 8  # K and V, layers, heads, head size, float32, tokens
+    block_bytes = 2 * 3 * 2 * 12 * 4 * 16  # K and V, layers, heads, head size, float32, tokens
 
     assert _load(tmp_path, num_blocks=None, kv_bytes=10 * block_bytes + 1).model.pool.num_blocks == 10
     assert _load(tmp_path, num_blocks=7, kv_bytes=10 * block_bytes).model.pool.num_blocks == 7

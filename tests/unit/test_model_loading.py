@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,8 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import InvalidCheckpoint, ModelLoadError, ModelNotFound, UnsupportedModel
-from engine.models.loader import load_weights
+from engine.models.loader import _MappedFile, load_weights
 from engine.models.registry import DEFAULT_MODEL_NAME, find_model, load
+from kernels import ops, registry
 from kv.pool import KvLayout, KvPool, PoolAllocationError, default_bytes, free_bytes, num_blocks_for
 from tests.support.models import tiny_llama
 
@@ -47,8 +49,8 @@ def _edit_tensors(folder, edit):
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
-def _weights(folder):
-    return load_weights(folder, DecoderConfig.from_folder(folder))
+def _weights(folder, weight_type="auto"):
+    return load_weights(folder, DecoderConfig.from_folder(folder), weight_type)
 
 
 def test_both_spellings_of_rope_are_read():
@@ -191,8 +193,75 @@ def test_an_odd_header_does_not_misplace_tensors(folder, checkpoint):
 
     weights = _weights(folder)
 
-    assert torch.equal(weights.embedding, wanted.embedding)
-    assert torch.equal(weights.layers[1].qkv.weight, wanted.layers[1].qkv.weight)
+    assert torch.equal(weights.embedding.data, wanted.embedding.data)
+    assert torch.equal(weights.layers[1].qkv.weight.data, wanted.layers[1].qkv.weight.data)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "weight_type"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16"), (torch.float16, "fp16")]
+)
+def test_auto_keeps_matrices_in_the_dtype_of_the_checkpoint(dtype, weight_type, tmp_path):
+    tiny_llama(tmp_path, dtype=dtype, attention_bias=True)
+
+    weights = _weights(tmp_path)
+
+    assert {layer.qkv.weight.weight_type for layer in weights.layers} == {weight_type}
+    assert weights.embedding.weight_type == weight_type
+    assert {weights.norm.dtype, weights.layers[0].qkv.bias.dtype} == {torch.float32}
+
+
+def test_neighbours_of_different_dtypes_are_kept_in_float32(folder):
+    _edit_tensors(
+        folder,
+        lambda tensors: tensors.update(
+            {"model.layers.0.mlp.up_proj.weight": tensors["model.layers.0.mlp.up_proj.weight"].bfloat16()}
+        ),
+    )
+
+    weights = _weights(folder)
+
+    assert weights.layers[0].gate_up.weight.weight_type == "fp32"
+
+
+@pytest.mark.parametrize("weight_type", ["bf16", "fp16", "int8"])
+def test_a_type_by_name_holds_for_every_matrix_and_takes_less(weight_type, folder):
+    weights = _weights(folder, weight_type)
+
+    assert {w.weight_type for w in (weights.embedding, weights.lm_head, weights.layers[2].down.weight)} == {
+        weight_type
+    }
+    if registry.active_name() == "cpu":
+        assert weights.num_bytes < _weights(folder).num_bytes * 0.6
+
+
+@pytest.mark.skipif(registry.active_name() != "cpu", reason="the reference has no layout of its own")
+def test_a_block_size_without_a_layout_is_refused():
+    with pytest.raises(PoolAllocationError, match="kv block_size must be a multiple of 16, got 8"):
+        KvPool(LAYOUT, num_blocks=4, block_size=8)
+
+
+def _resident_bytes(path):
+    """Memory under the mappings of a file, from the kernel's own books."""
+    lines = Path("/proc/self/smaps").read_text().splitlines()
+    starts = [index for index, line in enumerate(lines) if line.endswith(str(path))]
+    sizes = [next(line for line in lines[start:] if line.startswith("Rss:")) for start in starts]
+    assert sizes, "not mapped"
+    return sum(int(size.split()[1]) * 1024 for size in sizes)
+
+
+def test_memory_under_a_tensor_is_given_back_and_can_be_read_again(tmp_path):
+    path = tmp_path / "model.safetensors"
+    wanted = torch.randn(1000, 1000)
+    save_file({"a": wanted, "b": torch.ones(5)}, path)
+    file = _MappedFile(path)
+    assert torch.equal(file.tensor("a"), wanted)
+    before = _resident_bytes(path)
+
+    file.release("a")
+    file.release("b")
+
+    assert before - _resident_bytes(path) >= wanted.nbytes * 0.9
+    assert torch.equal(file.tensor("a"), wanted)
 
 
 def test_shards_must_be_there_and_inside_the_folder(tmp_path):
@@ -266,8 +335,9 @@ def test_blocks_for_a_number_of_bytes_are_rounded_down():
 def test_the_pool_has_one_pair_of_caches_a_layer():
     pool = KvPool(LAYOUT, num_blocks=4, block_size=16)
 
-    assert [tuple(keys.shape) for keys in pool.keys] == [(4, 16, 3, 8)] * 2
-    assert [tuple(values.shape) for values in pool.values] == [(4, 16, 3, 8)] * 2
+    shapes = ops.kv_cache_shapes(4, 16, 3, 8)
+    assert [tuple(keys.shape) for keys in pool.keys] == [shapes[0]] * 2
+    assert [tuple(values.shape) for values in pool.values] == [shapes[1]] * 2
     assert pool.num_bytes == sum(t.numel() * 4 for t in (*pool.keys, *pool.values))
 
 

@@ -1,0 +1,212 @@
+"""Serving the default model through gRPC, beside the bare model computing the same batches.
+
+    PYTHONPATH=.:protos python bench/serve.py [--rounds 3]
+
+One workload: 32 requests at once, prompts of 16 to 256 tokens, outputs of 16 to 128,
+8 seats. *Bare* is scheduler and model in a loop, without engine, text, process or
+wire. Rounds alternate, since other load on the machine disturbs both alike. With two
+threads the arithmetic of the workload, 2 x parameters x (prompt + output tokens), is
+compared with what torch's float32 matrix product does in the same run.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors import safe_open
+
+from clients.python import VorrangClient
+from engine.models import registry
+from engine.request import RequestId, RequestSpec
+from engine.sampling import SamplingParams
+from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.scheduler import Scheduler
+from kv.block_manager import BlockManager
+
+ROOT = Path(__file__).resolve().parents[1]
+NUM_REQUESTS, SEATS, NUM_BLOCKS = 32, 8, 512
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts and output lengths, one entry a request."""
+
+    prompts: list[list[int]]
+    outputs: list[int]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens that come out."""
+        return sum(self.outputs)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that are computed."""
+        return sum(map(len, self.prompts)) + self.output_tokens
+
+
+def new_workload(seed: int = 1) -> Workload:
+    """The same for everybody."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(16, 256))] for _ in range(NUM_REQUESTS)]
+    return Workload(prompts, [rng.randint(16, 128) for _ in range(NUM_REQUESTS)])
+
+
+def run_bare(loaded: registry.LoadedModel, workload: Workload) -> float:
+    """Seconds for the workload without a server around the model."""
+    pool = loaded.model.pool
+    config = SchedulerConfig(max_running_requests=SEATS)
+    scheduler = Scheduler(config, BlockManager(pool.num_blocks, pool.block_size, enable_prefix_cache=False))
+    begin = time.perf_counter()
+    for index, (prompt, num_tokens) in enumerate(zip(workload.prompts, workload.outputs, strict=True)):
+        sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+        scheduler.submit(RequestSpec(RequestId(f"r{index}"), tuple(prompt), sampling), 0.0)
+    while scheduler.has_requests:
+        plan = scheduler.plan(0.0)
+        scheduler.commit(plan, loaded.model.run(plan), 0.0)
+    return time.perf_counter() - begin
+
+
+async def run_served(address: str, workload: Workload) -> float:
+    """Seconds for the workload over one session."""
+    async with VorrangClient(address) as client, client.session() as session:
+        begin = time.perf_counter()
+        streams = [
+            await session.start(token_ids=prompt, temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+            for prompt, num_tokens in zip(workload.prompts, workload.outputs, strict=True)
+        ]
+        results = await asyncio.gather(*(stream.result() for stream in streams))
+        elapsed_s = time.perf_counter() - begin
+    assert sum(len(result.token_ids) for result in results) == workload.output_tokens
+    return elapsed_s
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that is ready."""
+
+    address: str
+    ready_s: float
+    pid: int
+
+
+@contextmanager
+def server(threads: int) -> Iterator[Server]:
+    """``vorrang serve`` in a process of its own."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0"]
+    command += ["--threads", str(threads), "--max-running-requests", str(SEATS)]
+    command += ["--kv-blocks", str(NUM_BLOCKS), "--log-level", "error"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+    begin = time.perf_counter()
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready on "), line
+            address = line.removeprefix("ready on ").split(": ")[0]
+            yield Server(address, time.perf_counter() - begin, process.pid)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(30)
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process and of those it started."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        except OSError:
+            continue
+        if int(status.parent.name) == pid or int(fields["PPid"]) == pid:
+            total += int(fields.get("VmRSS", "0 kB").split()[0]) * 1024
+    return total
+
+
+def parameters_in(folder: Path) -> int:
+    """Elements of all tensors of a model's folder."""
+    total = 0
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as tensors:
+            total += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+    return total
+
+
+def matmul_flops(threads: int) -> float:
+    """Float operations a second of torch's float32 matrix product, best of several."""
+    torch.set_num_threads(threads)
+    size = 1024
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    times = []
+    for _ in range(12):
+        begin = time.perf_counter()
+        torch.mm(a, b)
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(times)
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=Path("build"))
+    options = parser.parse_args()
+    console, workload = Console(), new_workload()
+    figures: dict[str, float] = {"output_tokens": workload.output_tokens, "tokens": workload.tokens}
+    table = Table(title=f"{NUM_REQUESTS} requests, {SEATS} seats, {workload.output_tokens} output tokens")
+    for column in ("threads", "bare tokens/s", "served tokens/s", "served / bare"):
+        table.add_column(column, justify="right")
+    for threads in (1, 2):
+        loaded = registry.load(None, num_threads=threads, num_blocks=NUM_BLOCKS)
+        num_parameters = parameters_in(loaded.folder)
+        with server(threads) as process:
+            bare, served = [], []
+            asyncio.run(run_served(process.address, workload))  # warms up the server's caches of code
+            run_bare(loaded, workload)
+            for _ in range(options.rounds):
+                bare.append(run_bare(loaded, workload))
+                served.append(asyncio.run(run_served(process.address, workload)))
+            resident = resident_bytes(process.pid)
+        bare_s, served_s = statistics.median(bare), statistics.median(served)
+        ratio = statistics.median(b / s for b, s in zip(bare, served, strict=True))
+        rates = [workload.output_tokens / bare_s, workload.output_tokens / served_s]
+        table.add_row(str(threads), f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{ratio:.2f}")
+        del loaded
+        flops = matmul_flops(threads)
+        share = 2 * num_parameters * workload.tokens / served_s / flops
+        figures |= {
+            f"bare_tokens_per_s_{threads}": rates[0],
+            f"served_tokens_per_s_{threads}": rates[1],
+            f"served_to_bare_{threads}": ratio,
+            f"matmul_gflops_{threads}": flops / 1e9,
+            f"share_of_matmul_{threads}": share,
+            f"resident_mb_{threads}": resident / 1e6,
+            f"ready_s_{threads}": process.ready_s,
+        }
+        console.print(
+            f"{threads} thread(s): matmul {flops / 1e9:.0f} GFLOP/s; the workload's arithmetic runs at "
+            f"{share:.0%} of it; ready after {process.ready_s:.1f} s, resident {resident / 1e6:.0f} MB"
+        )
+    console.print(table)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    (options.folder / "bench-serve.json").write_text(json.dumps(figures, indent=2) + "\n")
+    console.print(f"written: {options.folder}/bench-serve.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,436 @@
+"""The operations as functions of ``cpu.cpp``: this module checks shapes, makes room for results, and calls.
+
+Float32 activations on CPU. A row's result depends on that row alone, bit by
+bit, whatever is computed beside it and by however many threads.
+
+Importing builds the library where the cache has none and raises
+``CpuKernelsUnavailable`` where that cannot be done. K pages are
+``[num_blocks, block_size / 16, num_kv_heads, head_dim, 16]``, V pages
+``[num_blocks, block_size / 16, num_kv_heads, 16, head_dim]``.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels import cpu_build, sampling
+from kernels.interface import (
+    AttentionInputs,
+    LayerStack,
+    PackedWeight,
+    Projection,
+    RunLayers,
+    Sampled,
+    SamplingInputs,
+    WeightType,
+)
+from kernels.weights import quantised, rounded
+
+__all__ = [
+    "add_rms_norm",
+    "argmax",
+    "embed",
+    "fuse_layers",
+    "gather_last",
+    "gelu_mul",
+    "kv_cache_shapes",
+    "linear",
+    "log_sum_exp",
+    "pack_linear",
+    "paged_attention",
+    "rms_norm",
+    "rotary_write_kv",
+    "sample",
+    "set_num_threads",
+    "silu_mul",
+]
+
+PAGE_TOKENS = 16
+PANEL_OUTPUTS = 16
+HEAD_DIM_MAX = 512
+#: Rows of a weight that are converted at a time; bounds the memory that packing needs beside its result.
+PACK_ROWS = 256 * PANEL_OUTPUTS
+
+_TYPES: dict[WeightType, int] = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}  # as in cpu.cpp
+
+_library = cpu_build.load()
+
+
+def _function(name: str, *arguments: str) -> Any:
+    """A function of the library by what it takes: ``p`` pointer, ``i`` int64, ``f`` float."""
+    kinds: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
+    function = getattr(_library, f"vorrang_{name}")
+    function.argtypes = [kinds[kind] for kind in "".join(arguments)]
+    function.restype = None
+    return function
+
+
+_set_num_threads = _function("set_num_threads", "i")
+_pack = _function("pack", "ipp", "ii")
+_embed = _function("embed", "i", "pp", "i", "pp", "i")
+_linear = _function("linear", "i", "pp", "ppp", "iii")
+_rms_norm = _function("rms_norm", "ppp", "ii", "f")
+_add_rms_norm = _function("add_rms_norm", "pppp", "ii", "f")
+_silu_mul = _function("silu_mul", "pp", "ii")
+_gelu_mul = _function("gelu_mul", "pp", "ii")
+_gelu_tanh_mul = _function("gelu_tanh_mul", "pp", "ii")
+_rotary_write_kv = _function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
+_paged_attention = _function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
+_layers = _function("layers", "p", "pp", "ppppp", "iii")
+_layers.restype = ctypes.c_int64
+_argmax = _function("argmax", "ppp", "ii")
+_log_sum_exp = _function("log_sum_exp", "pp", "ii")
+_panel_bytes = _library.vorrang_panel_bytes
+_panel_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64]
+_panel_bytes.restype = ctypes.c_int64
+
+
+def set_num_threads(num_threads: int) -> None:
+    """For torch's operations too."""
+    if num_threads < 1:
+        raise ValueError(f"num_threads must be at least 1, got {num_threads}")
+    torch.set_num_threads(num_threads)
+    _set_num_threads(num_threads)
+
+
+_set_num_threads(torch.get_num_threads())
+
+
+def kv_cache_shapes(
+    num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Pages of 16 tokens; keys with the tokens side by side."""
+    if block_size % PAGE_TOKENS:
+        raise ValueError(f"block_size must be a multiple of {PAGE_TOKENS}, got {block_size}")
+    if head_dim > HEAD_DIM_MAX or head_dim % 2:
+        raise ValueError(f"head_dim must be even and at most {HEAD_DIM_MAX}, got {head_dim}")
+    pages = (num_blocks, block_size // PAGE_TOKENS, num_kv_heads)
+    return (*pages, head_dim, PAGE_TOKENS), (*pages, PAGE_TOKENS, head_dim)
+
+
+def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
+    """Panels of 16 rows, the last one filled up with zeros; a few thousand rows at a time."""
+    num_outputs, num_inputs = weight.shape
+    code = _TYPES[weight_type]
+    panel_bytes = _panel_bytes(code, num_inputs)
+    data = torch.empty(-(-num_outputs // PANEL_OUTPUTS) * panel_bytes, dtype=torch.uint8)
+    scales = torch.empty(num_outputs) if weight_type == "int8" else None
+    for begin in range(0, num_outputs, PACK_ROWS):
+        rows = weight[begin : begin + PACK_ROWS]
+        if scales is None:
+            elements = rounded(rows, weight_type).contiguous()
+        else:
+            elements, scales[begin : begin + len(rows)] = quantised(rows)
+        to = data.data_ptr() + begin // PANEL_OUTPUTS * panel_bytes
+        _pack(code, to, elements.data_ptr(), len(rows), num_inputs)
+    return PackedWeight(data, scales, num_outputs, num_inputs, weight_type)
+
+
+def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
+    """Rows of ``weight``, gathered from its panels; the ids must exist."""
+    assert token_ids.dtype is torch.int64
+    assert token_ids.is_contiguous()
+    out = torch.empty(token_ids.shape[0], weight.num_inputs)
+    _embed(
+        _TYPES[weight.weight_type],
+        out.data_ptr(),
+        token_ids.data_ptr(),
+        token_ids.shape[0],
+        weight.data.data_ptr(),
+        _address(weight.scales),
+        weight.num_inputs,
+    )
+    return out
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
+    """One chain of fused multiply-adds for each output."""
+    num_rows, num_inputs = x.shape
+    assert num_inputs == weight.num_inputs
+    assert _is_plain(x)
+    out = torch.empty(num_rows, weight.num_outputs)
+    _linear(
+        _TYPES[weight.weight_type],
+        out.data_ptr(),
+        x.data_ptr(),
+        weight.data.data_ptr(),
+        _address(weight.scales),
+        _address(bias),
+        num_rows,
+        num_inputs,
+        weight.num_outputs,
+    )
+    return out
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of each row."""
+    assert _is_plain(x)
+    assert _is_plain(weight)
+    out = torch.empty_like(x)
+    _rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps)
+    return out
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Residual add and norm in one pass. The sum lands in ``residual``."""
+    assert _is_plain(x)
+    assert _is_plain(residual)
+    assert _is_plain(weight)
+    out = torch.empty_like(x)
+    _add_rms_norm(
+        out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps
+    )
+    return out, residual
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Silu of the first half times the second."""
+    return _gated(_silu_mul, gate_up)
+
+
+def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
+    """Gelu of the first half times the second."""
+    return _gated(_gelu_tanh_mul if tanh else _gelu_mul, gate_up)
+
+
+def _gated(function: Any, gate_up: Tensor) -> Tensor:
+    assert _is_plain(gate_up)
+    out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    function(out.data_ptr(), gate_up.data_ptr(), *out.shape)
+    return out
+
+
+def rotary_write_kv(
+    qkv: Tensor, rope: Tensor, positions: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> Tensor:
+    """Rotate q and k, scatter k and v into their pages."""
+    num_tokens, num_heads, head_dim = qkv.shape
+    num_kv_heads = k_cache.shape[2]
+    num_q_heads = num_heads - 2 * num_kv_heads
+    assert _is_plain(qkv)
+    out = torch.empty(num_tokens, num_q_heads, head_dim)
+    _rotary_write_kv(
+        out.data_ptr(),
+        qkv.data_ptr(),
+        rope.data_ptr(),
+        positions.data_ptr(),
+        slots.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        num_tokens,
+        num_q_heads,
+        num_kv_heads,
+        head_dim,
+    )
+    return out
+
+
+def paged_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Each query visits its pages in order."""
+    num_tokens, num_q_heads, head_dim = q.shape
+    if q.stride(2) != 1 or q.stride(1) != head_dim:
+        q = q.contiguous()
+    assert q.dtype is torch.float32
+    assert block_tables.is_contiguous()
+    out = torch.empty(num_tokens, num_q_heads, head_dim)
+    _paged_attention(
+        out.data_ptr(),
+        q.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        block_tables.data_ptr(),
+        query_start.data_ptr(),
+        context_lens.data_ptr(),
+        context_lens.shape[0],
+        block_tables.shape[1],
+        k_cache.shape[1],
+        q.stride(0),
+        num_q_heads,
+        k_cache.shape[2],
+        head_dim,
+        window or 0,
+        scale,
+        softcap or 0.0,
+    )
+    return out
+
+
+class _Projection(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
+        *((name, ctypes.c_int64) for name in ("type", "num_inputs", "num_outputs")),
+    )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
+        *((name, _Projection) for name in ("qkv", "attention_out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
+    )
+
+
+class _Stack(ctypes.Structure):
+    _fields_ = (
+        ("layers", ctypes.POINTER(_Layer)),
+        ("rope", ctypes.c_void_p),
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "num_layers",
+                "num_q_heads",
+                "num_kv_heads",
+                "head_dim",
+                "num_positions",
+                "num_blocks",
+                "pages_per_block",
+            )
+        ),
+        *((name, ctypes.c_float) for name in ("norm_eps", "scale")),
+    )
+
+
+class _FusedLayers:
+    """All layers in one call. Holds the weights whose addresses it gives, and room for results between."""
+
+    def __init__(self, stack: LayerStack) -> None:
+        self._stack = stack
+        self._caches: tuple[Tensor, ...] = ()
+        self._layers = (_Layer * len(stack.layers))(
+            *(
+                _Layer(
+                    layer.attention_norm.data_ptr(),
+                    layer.mlp_norm.data_ptr(),
+                    *map(_projection, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
+                )
+                for layer in stack.layers
+            )
+        )
+        self._struct = _Stack(
+            self._layers,
+            stack.rope.data_ptr(),
+            len(stack.layers),
+            stack.num_q_heads,
+            stack.num_kv_heads,
+            stack.head_dim,
+            stack.rope.shape[0],
+            0,  # blocks and
+            0,  # pages of a block: known when the caches are
+            stack.norm_eps,
+            stack.scale,
+        )
+        self._address = ctypes.addressof(self._struct)
+        layer, q_size = stack.layers[0], stack.num_q_heads * stack.head_dim
+        self._row_floats = (
+            2 * layer.qkv.weight.num_inputs
+            + layer.qkv.weight.num_outputs
+            + 2 * q_size
+            + layer.gate_up.weight.num_outputs
+            + layer.down.weight.num_inputs
+        )
+        self._buffer = torch.empty(0)
+
+    def __call__(
+        self, hidden: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """See ``RunLayers``."""
+        num_tokens = hidden.shape[0]
+        assert _is_plain(hidden)
+        assert inputs.block_tables.is_contiguous()
+        if not self._caches or self._caches[0] is not keys[0]:
+            self._take_caches(keys, values)
+        if self._buffer.numel() < num_tokens * self._row_floats:
+            self._buffer = torch.empty(num_tokens * self._row_floats)
+        done = _layers(
+            self._address,
+            hidden.data_ptr(),
+            self._buffer.data_ptr(),
+            inputs.positions.data_ptr(),
+            inputs.slots.data_ptr(),
+            inputs.block_tables.data_ptr(),
+            inputs.query_start.data_ptr(),
+            inputs.context_lens.data_ptr(),
+            num_tokens,
+            inputs.context_lens.shape[0],
+            inputs.block_tables.shape[1],
+        )
+        if not done:
+            raise IndexError("the step names a position, slot or block that does not exist")
+        return hidden
+
+    def _take_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+        self._caches = (*keys, *values)
+        self._struct.num_blocks, self._struct.pages_per_block = keys[0].shape[:2]
+        for layer, k_cache, v_cache in zip(self._layers, keys, values, strict=True):
+            layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+
+
+def _projection(projection: Projection) -> _Projection:
+    weight = projection.weight
+    return _Projection(
+        weight.data.data_ptr(),
+        _address(weight.scales),
+        _address(projection.bias),
+        _TYPES[weight.weight_type],
+        weight.num_inputs,
+        weight.num_outputs,
+    )
+
+
+def fuse_layers(stack: LayerStack) -> RunLayers:
+    """One call for all layers instead of nine for each."""
+    return _FusedLayers(stack)
+
+
+def gather_last(x: Tensor, rows: Tensor) -> Tensor:
+    """Rows of ``x``; once a step, so torch's own will do."""
+    return x.index_select(0, rows)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """Of equal maxima the first."""
+    return _greedy(logits)[0]
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """Relative to the row's maximum."""
+    assert _is_plain(logits)
+    out = torch.empty(logits.shape[0])
+    _log_sum_exp(out.data_ptr(), logits.data_ptr(), *logits.shape)
+    return out
+
+
+def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax of each row, and whether all its logits are finite."""
+    assert _is_plain(logits)
+    ids = torch.empty(logits.shape[0], dtype=torch.int64)
+    finite = torch.empty(logits.shape[0], dtype=torch.bool)
+    _argmax(ids.data_ptr(), finite.data_ptr(), logits.data_ptr(), *logits.shape)
+    return ids, finite
+
+
+def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
+    """Greedy rows here, draws in torch."""
+    return sampling.sample(logits, inputs, _greedy)
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.dtype is torch.float32 and tensor.is_contiguous()

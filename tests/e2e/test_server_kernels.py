@@ -1,0 +1,58 @@
+"""Which kernels serve: chosen by settings, named by the ready line and by the doctor, refused in one line."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels import cpu_build
+from tests.support.models import tiny_llama
+from tests.support.process import run_cli, server_process
+
+CAN_BUILD = cpu_build.capability() in cpu_build.TARGETS
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kernels", "reference"), "reference kernels with fp32 weights, threads 1"),
+        pytest.param(
+            ("--weights", "int8"),
+            "cpu kernels with int8 weights, threads 1",
+            marks=pytest.mark.skipif(not CAN_BUILD, reason="needs AVX2"),
+        ),
+    ],
+)
+def test_the_ready_line_says_what_computes(model: Path, options: tuple[str, ...], said: str) -> None:
+    with server_process("--kv-blocks", "8", "--threads", "1", *options, model=str(model)) as server:
+        assert f", {said}, runner process " in server.ready_line
+
+
+def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_path: Path) -> None:
+    no_compiler = {"PATH": "", "CXX": "", "VORRANG_CACHE_DIR": str(tmp_path)}
+    result = run_cli(
+        *("serve", "--listen", "127.0.0.1:0", "--model", str(model), "--kernels", "cpu"), extra=no_compiler
+    )
+
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("vorrang: ")
+    assert ("no C++ compiler" in line) is CAN_BUILD
+
+
+def test_the_doctor_says_which_kernels_auto_chooses_and_why(tmp_path: Path) -> None:
+    found = run_cli("doctor", extra={"PATH": "", "CXX": "", "VORRANG_CACHE_DIR": str(tmp_path)}).stdout
+    (line,) = [line for line in found.splitlines() if line.startswith("kernels ")]
+
+    assert "reference: cpu is not available: " in line
+    if CAN_BUILD and sys.platform == "linux":
+        found = run_cli("doctor").stdout
+        (line,) = [line for line in found.splitlines() if line.startswith("kernels ")]
+        assert f"cpu for {cpu_build.capability()}" in line
