@@ -20,8 +20,8 @@ from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
 from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
 from engine.handle import RequestHandle
 from engine.request import FinishReason, RequestId, RequestSpec
-from engine.runner.base import ModelInfo, PoolShape, Runner
-from engine.scheduler.commands import Command, Fail, Finish
+from engine.runner.base import ModelInfo, MortalRunner, PoolShape, Runner, RunnerLost
+from engine.scheduler.commands import Command, Fail, Finish, LoseKv
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan
@@ -29,7 +29,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.text import OutputText, Tokenizer
 from kv.block_manager import BlockManager
 
-#: Seconds between looks at the deadlines while nothing can be computed.
+#: Seconds between looks at the deadlines while nothing is computed.
 IDLE_POLL_S = 0.05
 
 log = structlog.get_logger("vorrang.engine")
@@ -50,6 +50,8 @@ class EngineStatistics:
         num_preemptions: preemptions so far.
         idle: whether the loop waits for work.
         heartbeat_age_s: seconds since the loop last came round; meaningless while idle.
+        num_runner_losses: times the runner died and all KV with it.
+        last_resume_s: seconds from the last of them to the end of the next step; 0 = none yet.
     """
 
     num_alive: int
@@ -62,6 +64,8 @@ class EngineStatistics:
     num_preemptions: int
     idle: bool
     heartbeat_age_s: float
+    num_runner_losses: int = 0
+    last_resume_s: float = 0.0
 
 
 class _Live:
@@ -75,6 +79,21 @@ class _Live:
         self.stop_string: str | None = None
         self.arrived = now
         self.first_token_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Resuming:
+    """From the death of a runner to the end of the next step.
+
+    Attributes:
+        since: when it died.
+        cause: of what, the last time.
+        num_recomputed: requests that lost their KV.
+    """
+
+    since: float
+    cause: str = ""
+    num_recomputed: int = 0
 
 
 class Engine:
@@ -125,6 +144,12 @@ class Engine:
         self._last_step_s = 0.0
         self._heartbeat = self._clock.now()
         self._idle = True
+        self._num_losses = 0
+        self._last_resume_s = 0.0
+        self._resuming: _Resuming | None = None
+        self._mortal = runner if isinstance(runner, MortalRunner) else None
+        if self._mortal is not None:
+            self._mortal.watch(self._wake.set)
 
     @property
     def info(self) -> ModelInfo:
@@ -135,6 +160,11 @@ class Engine:
     def pool(self) -> PoolShape:
         """Size of the KV pool."""
         return self._runner.pool
+
+    @property
+    def runner_pid(self) -> int | None:
+        """The process that computes; None when it is this one, or while there is none."""
+        return self._mortal.pid if self._mortal is not None else None
 
     @property
     def uses_level(self) -> bool:
@@ -192,6 +222,8 @@ class Engine:
             num_preemptions=self._num_preemptions,
             idle=self._idle,
             heartbeat_age_s=self._clock.now() - self._heartbeat,
+            num_runner_losses=self._num_losses,
+            last_resume_s=self._last_resume_s,
         )
 
     def drain(self) -> None:
@@ -210,11 +242,18 @@ class Engine:
     async def run(self) -> None:
         """Serve until cancelled. Run it in a task of its own, once.
 
-        Cancellation: waits for the step in flight, fails every request that is alive, then returns.
+        Raises:
+            RunnerDead: nothing can be computed any more; every request that was alive has failed.
+
+        Cancellation: waits for the step in flight as far as the runner does, fails
+        every request that is alive, then returns.
         """
         try:
             while True:
                 self._drain_inbox()
+                if self._mortal is not None and (lost := self._mortal.take_loss()) is not None:
+                    await self._recover(lost)
+                    continue
                 plan = self._scheduler.plan(self._clock.now())
                 self._dispatch(plan.events)
                 if plan.grants:
@@ -230,6 +269,9 @@ class Engine:
         started = self._clock.now()
         try:
             result = await self._runner.execute(plan)
+        except RunnerLost as lost:
+            await self._recover(lost, plan)
+            return
         except Exception as error:  # the step is lost, the engine is not
             self._fail_step(plan, error)
             return
@@ -237,8 +279,65 @@ class Engine:
         self._num_steps += 1
         self._last_step_s = now - started
         self._dispatch(self._scheduler.commit(plan, result, now))
+        if self._resuming is not None:
+            self._resumed(self._resuming, now)
         if self._check_integrity:
             self._scheduler.check_integrity()
+
+    async def _recover(self, lost: RunnerLost, plan: Plan | None = None) -> None:
+        """All KV is gone: have it computed again once somebody can.
+
+        Commands are obeyed and deadlines kept meanwhile.
+
+        Args:
+            lost: how the runner died.
+            plan: the step it was given, if it was given one.
+
+        Raises:
+            RunnerDead: nobody ever can.
+
+        Cancellation: at once.
+        """
+        now = self._clock.now()
+        self._num_losses += 1
+        suspects = tuple(grant.request_id for grant in plan.grants) if plan and lost.step_begun else ()
+        error = InternalError(secrets.token_hex(8))
+        events = self._scheduler.apply(LoseKv(suspects, lost.from_outside, error), now)
+        for event in events:
+            if isinstance(event, Failed):
+                log.error(
+                    "request.killed_runner",
+                    incident_id=error.incident_id,
+                    request_id=event.request_id,
+                    cause=lost.cause,
+                )
+        num_recomputed = sum(isinstance(event, Preempted) for event in events)
+        if self._resuming is None:
+            self._resuming = _Resuming(now)
+        self._resuming.cause = lost.cause
+        self._resuming.num_recomputed += num_recomputed
+        self._dispatch(events)
+        lost.recovery.add_done_callback(lambda _: self._wake.set())
+        while not lost.recovery.done():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(IDLE_POLL_S):
+                    await self._wake.wait()
+            now = self._clock.now()
+            for request_id in self._scheduler.expired(now):
+                command = Finish(request_id, FinishReason.TIME_LIMIT)
+                self._dispatch(self._scheduler.apply(command, now))
+            self._drain_inbox()
+        lost.recovery.result()
+
+    def _resumed(self, resuming: "_Resuming", now: float) -> None:
+        self._resuming = None
+        self._last_resume_s = now - resuming.since
+        log.info(
+            "runner.resumed",
+            cause=resuming.cause,
+            resume_s=round(self._last_resume_s, 3),
+            num_recomputed=resuming.num_recomputed,
+        )
 
     async def _sleep(self) -> None:
         """Wait for work. While requests are alive (parked ones), look at their deadlines now and then."""

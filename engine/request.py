@@ -30,6 +30,7 @@ class PreemptReason(enum.Enum):
     BLOCKS = "blocks"
     GROWTH = "growth"
     OPERATOR = "operator"
+    RUNNER = "runner"
 
 
 class RequestStatus(enum.Enum):
@@ -107,6 +108,8 @@ class Request:
         num_confirmed_blocks: how many of them can be found by others.
         arrival_seq: order of arrival; kept across preemptions (seniority).
         num_computed_tokens: tokens whose KV is in the pool.
+        num_preemptions: times it was made to give way; too many, and it is admitted for good.
+        num_kv_losses: times it lost its blocks with the whole pool, which is nobody's claim on it.
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
         num_bypassed: admissions of others that passed it while it did not fit.
         num_outputs_at_resume: output tokens it had when it last resumed; None before the first time.
@@ -121,7 +124,8 @@ class Request:
     __slots__ = (
         "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
         "ending_token_ids", "has_started", "holds_all", "idle_since", "is_starved", "level", "num_bypassed",
-        "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_lost_tokens",
+        "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",
+        "num_lost_tokens",
         "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
         "num_tokens_max", "phase_s",
         "preempted_in_step", "request_id", "spec", "status", "token_ids",
@@ -146,6 +150,7 @@ class Request:
         self.num_lost_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
+        self.num_kv_losses = 0
         self.preempted_in_step = 0
         self.num_bypassed = 0
         self.num_outputs_at_resume: int | None = None
@@ -215,6 +220,6 @@ class Request:
             cached_tokens=self.num_cached_tokens,
             output_tokens=self.num_output_tokens,
             recomputed_tokens=self.num_recomputed_tokens,
-            preemptions=self.num_preemptions,
+            preemptions=self.num_preemptions + self.num_kv_losses,
             **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
         )

@@ -200,6 +200,17 @@ class BlockManager:
         self.num_free_blocks += num_freed
         return num_freed
 
+    def forget_all(self) -> None:
+        """The memory behind the blocks is gone: none is findable any more.
+
+        Nobody may hold a block. The order of reuse starts anew.
+        """
+        assert not self._owners
+        assert not self._pending
+        self._free = [FreeList(self.num_blocks, filled=not i) for i in range(len(self._free))]
+        self._hashes = [None] * self.num_blocks
+        self._index = PrefixIndex()
+
     def num_shared_prefix_blocks(self, owner: KvOwner, keep: Collection[int] = ()) -> int:
         """Leading blocks of the owner that outlive its eviction: others hold them too, or ``keep`` them.
 

@@ -4,7 +4,7 @@ import asyncio
 import gc
 import ipaddress
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import grpc
@@ -44,13 +44,11 @@ class Loaded:
         runner: computes steps.
         tokenizer: the model's.
         after_ready: what need not be waited for; runs on a thread once requests are taken.
-        computed_by: kernels, weights and threads, in words; empty where none compute.
     """
 
     runner: Runner
     tokenizer: Tokenizer
     after_ready: Callable[[], None] | None = None
-    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +62,16 @@ class Ready:
     num_blocks: int
     block_size: int
     max_request_tokens: int
-    computed_by: str = ""
+    computed_by: str
+    runner: str
 
     def __str__(self) -> str:
-        line = (
+        computed_by = f", {self.computed_by}" if self.computed_by else ""
+        return (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"largest request {self.max_request_tokens} tokens"
+            f"largest request {self.max_request_tokens} tokens{computed_by}, runner {self.runner}"
         )
-        return f"{line}, {self.computed_by}" if self.computed_by else line
 
 
 class App:
@@ -80,12 +79,17 @@ class App:
 
     Args:
         settings: all of them.
-        load: loads the model; runs on a thread, may be slow.
+        load: loads the model: a function, which runs on a thread and may be slow, or a
+            coroutine function, which is cancelled when the server is stopped meanwhile.
         check_integrity: recount the engine's books after every step (tests).
     """
 
     def __init__(
-        self, settings: Settings, load: Callable[[], Loaded], *, check_integrity: bool = False
+        self,
+        settings: Settings,
+        load: Callable[[], Loaded | Awaitable[Loaded]],
+        *,
+        check_integrity: bool = False,
     ) -> None:
         self._settings = settings
         self._load = load
@@ -171,8 +175,8 @@ class App:
         return DecisionFile(settings.record_decisions, max_bytes=settings.record_decisions_max_bytes)
 
     async def _loaded(self) -> Loaded | None:
-        """The model; None when ``stop`` came first (its thread then ends by itself)."""
-        loading = asyncio.ensure_future(asyncio.to_thread(self._load))
+        """The model; None when ``stop`` came first (a thread then ends by itself)."""
+        loading = asyncio.ensure_future(self._load_anyhow())
         stopping = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([loading, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -180,6 +184,11 @@ class App:
         finally:
             loading.cancel()
             stopping.cancel()
+            await asyncio.wait([loading])  # a process that loads it is ended
+
+    async def _load_anyhow(self) -> Loaded:
+        loaded = await asyncio.to_thread(self._load)
+        return loaded if isinstance(loaded, Loaded) else await loaded
 
     async def _serve(self, loaded: Loaded, on_ready: Callable[[Ready], None]) -> None:
         engine = Engine(
@@ -201,7 +210,7 @@ class App:
                     name="health",
                 )
                 await self.health.set(serving=True)
-                on_ready(self._describe(engine, loaded.computed_by))
+                on_ready(self._describe(engine))
                 if loaded.after_ready is not None:  # nobody waits for it, the end of the process neither
                     threading.Thread(target=loaded.after_ready, name="after-ready", daemon=True).start()
                 await self._stop.wait()
@@ -255,7 +264,7 @@ class App:
         except TimeoutError:
             log.warning("server.calls_cut", num_calls=self.statistics().num_calls)
 
-    def _describe(self, engine: Engine, computed_by: str) -> Ready:
+    def _describe(self, engine: Engine) -> Ready:
         return Ready(
             address=self.address,
             model=self.backend.info.name,
@@ -264,7 +273,8 @@ class App:
             num_blocks=engine.pool.num_blocks,
             block_size=engine.pool.block_size,
             max_request_tokens=engine.max_request_tokens,
-            computed_by=computed_by,
+            computed_by=engine.info.computed_by,
+            runner="inline" if engine.runner_pid is None else f"process {engine.runner_pid}",
         )
 
 

@@ -24,10 +24,10 @@ main.add_typer(config_app, name="config")
 
 
 class RunnerName(enum.StrEnum):
-    """What computes."""
+    """Where the model computes."""
 
-    TORCH = "torch"
-    SCRIPTED = "scripted"
+    PROCESS = "process"
+    INLINE = "inline"
 
 
 class KernelsName(enum.StrEnum):
@@ -81,11 +81,13 @@ Grace = Annotated[
     float | None, typer.Option(help="Seconds for running requests after SIGTERM.", rich_help_panel=_SERVER)
 ]
 Model = Annotated[
-    str | None, typer.Option(help="Folder or GGUF file; default: SmolLM2.", rich_help_panel=_MODEL)
+    str | None,
+    typer.Option(help="Folder or GGUF file; default: SmolLM2; `scripted`: a fake.", rich_help_panel=_MODEL),
 ]
 ModelName = Annotated[str | None, typer.Option(help="Name under which it is served.", rich_help_panel=_MODEL)]
 RunnerOption = Annotated[
-    RunnerName | None, typer.Option(help="What computes; scripted is for tests.", rich_help_panel=_MODEL)
+    RunnerName | None,
+    typer.Option(help="Where it computes: its own process, or a thread.", rich_help_panel=_MODEL),
 ]
 Threads = Annotated[int | None, typer.Option(help="Threads of a step.", rich_help_panel=_MODEL)]
 WeightsOption = Annotated[

@@ -42,6 +42,7 @@ def findings() -> list[tuple[str, str]]:
         ("triton", _version("triton")),
         ("gpu", _gpu()),
         ("default model", _default_model()),
+        ("runner", _runner()),
         ("cache folder", _cache_folder()),
         ("compiler", next((path for name in _COMPILERS if (path := shutil.which(name))), "none")),
         ("kernels", _kernels()),
@@ -82,6 +83,17 @@ def _gpu() -> str:
         return "none"
     properties = torch.cuda.get_device_properties(0)
     return f"{properties.name}, {properties.total_memory / _GIB:.0f} GiB, {torch.cuda.device_count()} in all"
+
+
+def _runner() -> str:
+    from server.settings import SettingsError, load
+
+    try:
+        runner = load().settings.engine.runner
+    except SettingsError as error:
+        return f"unknown: {error}"
+    where = {"process": "its own, started again when it dies", "inline": "a thread of the server"}
+    return f"{runner} ({where[runner]})"
 
 
 def _default_model() -> str:

@@ -1,75 +1,132 @@
-"""Makes the runner and tokenizer that the settings ask for. The only place that imports a model."""
+"""Makes the runner and tokenizer that the settings ask for. The only place that imports a model.
 
-import structlog
+With the runner in a process of its own, torch and the weights stay out of this one.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
 
 from engine.errors import VorrangError
+from engine.runner.child import ChildDied, RunnerLimits
+from engine.runner.inline import InlineRunner
+from engine.runner.process import ProcessRunner
+from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
+from engine.runner.sources import ModelSource, ScriptedSource, TorchSource
 from server.app import Loaded
-from server.settings import Settings
+from server.settings import SCRIPTED, Settings
 
-log = structlog.get_logger("vorrang.server")
+#: Errors that an operator can do something about, by name: their modules bring torch.
+_OF_THE_MACHINE = {"PoolAllocationError", "CpuKernelsUnavailable"}
 
 
 class ModelUnavailable(VorrangError):
     """The model can't be served; the message is for an operator."""
 
 
-def load(settings: Settings) -> Loaded:
-    """Load the model and compute a warm-up step. Slow: call it off the event loop.
+async def load(settings: Settings) -> Loaded:
+    """Load the model and compute a warm-up step.
 
     Raises:
-        ModelUnavailable: no model, a damaged one, one of an unknown kind, no memory for its KV, or
-            kernels that can't be had here.
+        ModelUnavailable: no model, a damaged one, one of an unknown kind, no memory for its KV,
+            kernels that can't be had here, or its process died.
+
+    Cancellation: a process is ended; a thread ends by itself.
     """
-    return _scripted(settings) if settings.engine.runner == "scripted" else _torch(settings)
+    with _explained():
+        if settings.engine.runner == "process":
+            return await _process(settings)
+        return await asyncio.to_thread(_inline, settings)
 
 
-def _scripted(settings: Settings) -> Loaded:
-    from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
+async def _process(settings: Settings) -> Loaded:
+    """The model loads in its process while the tokenizer does here."""
+    tokenizing = asyncio.ensure_future(asyncio.to_thread(_tokenizer, settings))
+    try:
+        runner = await ProcessRunner.start(_source(settings), runner_limits(settings))
+        try:
+            tokenizer = await tokenizing
+        except BaseException:
+            await runner.close()
+            raise
+    finally:
+        tokenizing.cancel()
+        tokenizing.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return Loaded(runner, tokenizer, after_ready=getattr(tokenizer, "warm_up", None))
 
-    runner = ScriptedRunner(
+
+def _inline(settings: Settings) -> Loaded:
+    if settings.model.path == SCRIPTED:
+        source = _scripted(settings)
+        runner = ScriptedRunner(source.num_blocks, source.block_size, source.context_tokens, source.step_s)
+        return Loaded(runner, ScriptedTokenizer())
+    from engine.models import registry
+
+    loaded = registry.load(**_arguments(settings))
+    loaded.model.warm_up()
+    return Loaded(InlineRunner(loaded.model), loaded.tokenizer, after_ready=loaded.tokenizer.warm_up)
+
+
+def _tokenizer(settings: Settings) -> Any:
+    if settings.model.path == SCRIPTED:
+        return ScriptedTokenizer()
+    from engine.models.registry import find_model
+    from engine.models.tokenizer import HfTokenizer
+
+    return HfTokenizer(find_model(settings.model.path)[1])
+
+
+def _source(settings: Settings) -> ModelSource:
+    return _scripted(settings) if settings.model.path == SCRIPTED else TorchSource(_arguments(settings))
+
+
+def _scripted(settings: Settings) -> ScriptedSource:
+    return ScriptedSource(
         num_blocks=settings.kv.num_blocks or 256,
         block_size=settings.kv.block_size,
         context_tokens=settings.scheduler.max_context_tokens,
         step_s=settings.engine.scripted_step_s,
     )
-    return Loaded(runner, ScriptedTokenizer())
 
 
-def _torch(settings: Settings) -> Loaded:
-    from engine.models import registry
+def _arguments(settings: Settings) -> dict[str, Any]:
+    """Those of ``engine.models.registry.load``."""
+    return {
+        "model": settings.model.path,
+        "num_threads": settings.engine.threads,
+        "kv_bytes": settings.kv.bytes,
+        "num_blocks": settings.kv.num_blocks,
+        "block_size": settings.kv.block_size,
+        "max_context": settings.scheduler.max_context_tokens,
+        "weights": settings.model.weights,
+        "kernels": settings.engine.kernels,
+    }
+
+
+def runner_limits(settings: Settings) -> RunnerLimits:
+    """How long to wait for a process, and how often to start another one."""
+    engine = settings.engine
+    return RunnerLimits(
+        start_s_max=engine.runner_start_s_max,
+        hang_s=engine.runner_hang_s,
+        step_s_max=engine.runner_step_s_max,
+        max_restarts=engine.runner_max_restarts,
+    )
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """What an operator can do something about becomes ``ModelUnavailable``."""
     from engine.models.errors import ModelLoadError
-    from engine.runner.inline import InlineRunner
 
     try:
-        loaded = registry.load(
-            settings.model.path,
-            num_threads=settings.engine.threads,
-            kv_bytes=settings.kv.bytes,
-            num_blocks=settings.kv.num_blocks,
-            block_size=settings.kv.block_size,
-            max_context=settings.scheduler.max_context_tokens,
-            weights=settings.model.weights,
-            kernels=settings.engine.kernels,
-        )
+        yield
     except ModelLoadError as error:
         raise ModelUnavailable(str(error)) from error
+    except ChildDied as error:
+        raise ModelUnavailable(f"the runner's process did not start: {error}") from error
     except Exception as error:
-        # These import torch, which is to come after the tokenizer has begun.
-        from kernels.cpu_build import CpuKernelsUnavailable
-        from kv.pool import PoolAllocationError
-
-        if isinstance(error, CpuKernelsUnavailable | PoolAllocationError):
+        if type(error).__name__ in _OF_THE_MACHINE:
             raise ModelUnavailable(str(error)) from error
         raise
-    loaded.model.warm_up()
-    chosen = loaded.kernels
-    if settings.engine.kernels == "auto" and chosen.name == "reference":
-        log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
-    return Loaded(
-        InlineRunner(loaded.model),
-        loaded.tokenizer,
-        after_ready=loaded.tokenizer.warm_up,
-        computed_by=(
-            f"{chosen.name} kernels with {chosen.weight_type} weights, threads {loaded.model.num_threads}"
-        ),
-    )

@@ -1,6 +1,7 @@
 """``vorrang serve``: one process, one event loop, one server."""
 
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
 
 
 async def _serve(settings: Settings) -> None:
-    app = App(settings, lambda: load(settings))
+    app = App(settings, functools.partial(load, settings))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

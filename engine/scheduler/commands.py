@@ -1,4 +1,4 @@
-"""What can be done to a request from outside, between two steps."""
+"""What can happen to requests from outside, between two steps."""
 
 from dataclasses import dataclass
 
@@ -52,4 +52,22 @@ class Unpark:
     request_id: RequestId
 
 
-Command = Finish | Fail | SetLevel | Preempt | Park | Unpark
+@dataclass(frozen=True, slots=True)
+class LoseKv:
+    """The runner died, and the content of the whole pool with it.
+
+    Who holds blocks is preempted and computed again. The requests of the step it
+    died in are suspects; one that is found guilty fails (``engine.scheduler.quarantine``).
+
+    Attributes:
+        suspects: requests of the step it died in; none when it died between two steps.
+        from_outside: somebody killed or stopped it, as far as one can tell.
+        error: what a guilty request fails with.
+    """
+
+    suspects: tuple[RequestId, ...]
+    from_outside: bool
+    error: VorrangError
+
+
+Command = Finish | Fail | SetLevel | Preempt | Park | Unpark | LoseKv

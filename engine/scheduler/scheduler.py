@@ -11,13 +11,14 @@ from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
-from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
 from engine.scheduler.draft import StepDraft
 from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.scheduler.quarantine import Quarantine
 from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
 
@@ -38,6 +39,7 @@ class Scheduler:
         self._state = SchedulerState(config, self.policy, blocks)
         self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
+        self._quarantine = Quarantine()
         self._num_arrivals = 0
         self._step = 0
 
@@ -71,6 +73,10 @@ class Scheduler:
     def find(self, request_id: RequestId) -> Request | None:
         """A request that is alive; None when it is not."""
         return self._state.requests.get(request_id)
+
+    def is_quarantined(self, request_id: RequestId) -> bool:
+        """Whether it may have killed the runner and is computed alone."""
+        return self._quarantine.holds(request_id)
 
     def check(self, spec: RequestSpec) -> None:
         """Refuse what could never run. Changes nothing.
@@ -142,11 +148,13 @@ class Scheduler:
         return self._state.waiting.position(self._state.requests[request_id])
 
     def apply(self, command: Command, now: float) -> list[SchedulerEvent]:
-        """Do something to a request; nothing at all when it is not alive.
+        """Do something to a request, nothing at all when it is not alive; or lose what the pool holds.
 
         May be called at any time, between ``plan`` and ``commit`` too: what a step
         in flight computes for a request that ended or was preempted is dropped.
         """
+        if isinstance(command, LoseKv):
+            return self._lose_kv(command, now)
         request = self._state.requests.get(command.request_id)
         if request is None:
             return []
@@ -171,6 +179,19 @@ class Scheduler:
                     self._state.unpark(request, now)
                 return []
 
+    def expired(self, now: float) -> list[RequestId]:
+        """Requests whose time has run out, each named once, for who can't plan now but can end them."""
+        return self._deadlines.expired(now, self._state.requests)
+
+    def _lose_kv(self, command: LoseKv, now: float) -> list[SchedulerEvent]:
+        state = self._state
+        suspects = [state.requests[i] for i in command.suspects if i in state.requests]
+        guilty = self._quarantine.blame(
+            suspects, alone=len(command.suspects) == 1, from_outside=command.from_outside
+        )
+        failed = [] if guilty is None else [state.fail(guilty, command.error, now)]
+        return [*failed, *state.lose_kv(self._step, now)]
+
     def plan(self, now: float) -> Plan:
         """Decide the next step. Never blocks, never raises for load; an empty plan is legal."""
         self._step += 1
@@ -178,7 +199,8 @@ class Scheduler:
         for request_id in self._deadlines.expired(now, self._state.requests):
             request = self._state.requests[request_id]
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
-        self._discipline.fill(self._state, draft)
+        if not (self._quarantine and self._quarantine.fill(self._state, draft)):
+            self._discipline.fill(self._state, draft)
         return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
@@ -214,6 +236,8 @@ class Scheduler:
             if num_tokens > 1 or not output_index or not num_computed % block_size:
                 state.computed(request)  # anything but a decode inside a block
         self.policy.produced(producers)
+        if self._quarantine:
+            self._quarantine.release(plan, state)
         for request in ended:
             events.extend(self._end(request, now))
         return events

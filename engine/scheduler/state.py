@@ -7,7 +7,7 @@ returns the event that tells of it.
 from bisect import bisect_left, insort
 
 from engine.errors import VorrangError
-from engine.events import Failed, Finished, Preempted, Resumed, Started
+from engine.events import Failed, Finished, Preempted, Resumed, SchedulerEvent, Started
 from engine.priority import CLASSES, class_of
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.config import ClassConfig, SchedulerConfig
@@ -116,18 +116,31 @@ class SchedulerState:
             self.waiting.push(request)
         else:
             del self.idle_holders[request.request_id]
-        request.num_preemptions += 1
+        if reason is PreemptReason.RUNNER:
+            request.num_kv_losses += 1
+        else:
+            request.num_preemptions += 1
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
         request.preempted_in_step = step
         return Preempted(
             request.request_id,
             reason,
-            request.num_preemptions,
+            request.num_preemptions + request.num_kv_losses,
             beneficiary.request_id if beneficiary else None,
             num_blocks,
             request.num_lost_tokens,
         )
+
+    def lose_kv(self, step: int, now: float) -> list[SchedulerEvent]:
+        """The pool's content is gone: every holder is preempted, and no block is findable any more."""
+        holders = [*self.running, *self.idle_holders.values()]
+        events: list[SchedulerEvent] = [
+            self.preempt(request, PreemptReason.RUNNER, None, step, now) for request in holders
+        ]
+        self.inherited.clear()
+        self.blocks.forget_all()
+        return events
 
     def park(self, request: Request, now: float) -> None:
         """A request gives back its seat, or leaves the queue, and keeps its blocks."""

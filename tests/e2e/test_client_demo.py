@@ -19,7 +19,7 @@ async def start(*arguments: str, step_s: float) -> asyncio.subprocess.Process:
         stderr=asyncio.subprocess.PIPE,
         env={
             **os.environ,
-            "VORRANG_ENGINE__RUNNER": "scripted",
+            "VORRANG_MODEL__PATH": "scripted",
             "VORRANG_ENGINE__SCRIPTED_STEP_S": str(step_s),
         },
     )

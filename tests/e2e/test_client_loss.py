@@ -17,7 +17,7 @@ async def test_nobody_waits_for_a_server_that_is_gone(
     how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("VORRANG_ENGINE__SCRIPTED_STEP_S", "0.02")
-    command = serve_command("--runner", "scripted")
+    command = serve_command("--model", "scripted")
     async with (
         serving(command, tmp_path / "log", ready_timeout_s=40) as server,
         # Pings every second would get a living server's GOAWAY in time, but this one is soon silent.

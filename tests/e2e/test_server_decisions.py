@@ -83,7 +83,7 @@ async def test_a_full_log_is_reported_once_and_replays(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_written_is_said_before_the_server_is_ready(tmp_path: Path) -> None:
     path = tmp_path / "no" / "decisions.log"
     result = run_cli(
-        "serve", "--runner", "scripted", "--listen", "127.0.0.1:0", "--record-decisions", str(path)
+        "serve", "--model", "scripted", "--listen", "127.0.0.1:0", "--record-decisions", str(path)
     )
     assert result.returncode == 2
     assert result.stderr == f"vorrang: the decision log {path} can't be written: No such file or directory\n"

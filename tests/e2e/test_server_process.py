@@ -81,12 +81,12 @@ def test_the_ready_line_says_what_is_served() -> None:
         server.terminate()
         server.wait()
         rest = server.process.stderr.read() if server.process.stderr else ""
+    lines = [json.loads(line) for line in rest.splitlines()]  # JSON off a terminal
     assert server.ready_line == (
         f"ready on {server.address}: model scripted, policy fcfs, 3 seats, "
-        "8 blocks of 16 tokens, largest request 128 tokens\n"
+        f"8 blocks of 16 tokens, largest request 128 tokens, runner process {lines[0]['pid']}\n"
     )
-    lines = [json.loads(line) for line in rest.splitlines()]  # JSON off a terminal
-    assert [line["event"] for line in lines] == ["server.draining", "server.stopped"]
+    assert [line["event"] for line in lines] == ["runner.started", "server.draining", "server.stopped"]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,8 @@ def test_the_ready_line_says_what_is_served() -> None:
     [
         (("serve", "--listen", "0.0.0.0:0"), "not loopback"),
         (("serve", "--kv-blocks", "0"), "kv.num_blocks"),
-        (("serve", "--runner", "torch", "--model", "/no/such/model"), "/no/such/model"),
+        (("serve", "--model", "/no/such/model"), "/no/such/model"),
+        (("serve", "--runner", "inline", "--model", "/no/such/model"), "/no/such/model"),
         (("config", "show", "--config", "/nothing.toml"), "/nothing.toml"),
     ],
 )
@@ -117,7 +118,7 @@ async def die(self):
     raise AssertionError("a bug")
 
 Engine.run = die
-serve(load(None, {"engine.runner": "scripted", "server.listen": "127.0.0.1:0"}).settings, sys.exit)
+serve(load(None, {"model.path": "scripted", "server.listen": "127.0.0.1:0"}).settings, sys.exit)
 """
 
 

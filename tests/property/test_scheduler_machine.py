@@ -137,6 +137,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.driver.step(between=tuple(between))
 
     @precondition(lambda self: self.driver.seen)
+    @rule(how=st.sampled_from(["in_step", "between"]), times=st.integers(1, 3))
+    def die(self, how, times):
+        """The runner dies; now and then again and again, so that there are suspects and guilty ones."""
+        for _ in range(times):
+            self.driver.die(how)
+
+    @precondition(lambda self: self.driver.seen)
     @rule(data=st.data(), what=st.sampled_from(["cancel", "preempt", "park", "park", "unpark", "unpark"]))
     def command(self, data, what):
         getattr(self.driver, what)(data.draw(st.sampled_from(sorted(self.driver.seen))))

@@ -26,6 +26,7 @@ AT_LEAST = {
     "preempted for blocks": 35,
     "preempted for seats": 25,
     "preempted for operator": 50,
+    "preempted for runner": 18,
     "kept out by seat": 800,
     "kept out by blocks": 900,
     "kept out by watermark": 180,

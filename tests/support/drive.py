@@ -8,10 +8,10 @@ single rules.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 
-from engine.errors import VorrangError
+from engine.errors import InternalError, VorrangError
 from engine.events import (
     TERMINAL,
     Failed,
@@ -24,7 +24,7 @@ from engine.events import (
 )
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Command, Finish, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -33,6 +33,9 @@ from kv.block_manager import BlockManager
 from tests.support import oracle
 from tests.support.readback import ReadBackRunner, Text, text_of
 from tests.support.seen import Seen, Standing
+
+#: Reasons that are nobody's claim on what a request holds.
+FORCED = (PreemptReason.OPERATOR, PreemptReason.RUNNER)
 
 
 def grants(plan: Plan) -> dict[str, int]:
@@ -164,22 +167,68 @@ class Driver:
     def unpark(self, name):
         return self.apply(Unpark(RequestId(name)))
 
+    def lose_kv(self, suspects=(), *, from_outside=False) -> list[SchedulerEvent]:
+        """The runner dies, and its memory with it."""
+        self.runner = ReadBackRunner(self.blocks.num_blocks, self.blocks.block_size, self.texts)
+        self.disturb_all()
+        holders = {r.request_id for r in self.alive() if self.blocks.holds(r.request_id)}
+        command = LoseKv(tuple(suspects), from_outside, InternalError("incident"))
+        events = self.scheduler.apply(command, self.now)
+        failed = {e.request_id for e in events if isinstance(e, Failed)}
+        assert len(failed) <= 1
+        assert {e.request_id for e in events if isinstance(e, Preempted)} == holders - failed
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks
+        self.book(events)
+        self.check()
+        assert all(not self.blocks.match(request).blocks for request in self.alive())
+        return events
+
+    def die(self, how):
+        """The runner dies ``in_step`` by itself, or is killed ``between`` two."""
+        if how == "in_step":
+            self.step(dies=lambda plan: True)
+        else:
+            self.lose_kv(from_outside=True)
+
+    def disturb_all(self):
+        """No bound holds for what a dying runner makes one wait."""
+        for request_id, seen in self.seen_alive.items():
+            seen.disturbed = True
+            request = self.scheduler.find(request_id)
+            seen.starved |= request is not None and request.is_starved
+
     def step(
-        self, *, between: tuple[Command, ...] = (), failing: dict[str, VorrangError] | None = None
+        self,
+        *,
+        between: tuple[Command, ...] = (),
+        failing: dict[str, VorrangError] | None = None,
+        dies: Callable[[Plan], bool] | None = None,
     ) -> Plan:
-        """Plan, compute, obey commands that come in between, commit; rows of ``failing`` fail."""
+        """Plan, compute, obey commands that come in between, commit; rows of ``failing`` fail.
+
+        ``dies``: whether the runner dies of a plan.
+        """
         self.now += 1.0
         before = self.standing()
+        held = [r for r in before.running + before.waiting if self.scheduler.is_quarantined(r.request_id)]
         plan = self.scheduler.plan(self.now)
         self.num_steps += bool(plan.grants)
         after = self.standing()
-        self.check_plan(plan, before, after)
+        if held:
+            self.disturb_all()
+        self.check_plan(plan, before, after, held)
         self.book(plan.events)
         self.check()
         oracle.check_deadlines(self, plan)
-        oracle.check_bypass(self, before, after)
-        oracle.check_ageing(self, plan, before, after)
+        if not held:
+            oracle.check_bypass(self, before, after)
+            oracle.check_ageing(self, plan, before, after)
         self.check_stalls(plan)
+        if dies is not None and plan.grants and dies(plan):
+            for command in between:
+                self.apply(command)
+            self.lose_kv([grant.request_id for grant in plan.grants])
+            return plan
         result = self.runner.run(plan)
         if failing:
             result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
@@ -264,7 +313,7 @@ class Driver:
                 seen.holds = False
                 seen.idle_at = self.now
                 seen.num_preemptions += 1
-                self.num_forced[event.request_id] += event.reason is PreemptReason.OPERATOR
+                self.num_forced[event.request_id] += event.reason in FORCED
                 assert event.count == seen.num_preemptions
             elif isinstance(event, TERMINAL):
                 seen.terminal = event
@@ -291,7 +340,7 @@ class Driver:
     def alive(self) -> list[Request]:
         return [*self.scheduler.running(), *self.scheduler.waiting(), *self.scheduler.parked()]
 
-    def check_plan(self, plan: Plan, before: Standing, after: Standing):
+    def check_plan(self, plan: Plan, before: Standing, after: Standing, held: Sequence[Request]):
         config, running = self.config, after.running
         ids = {grant.request_id for grant in plan.grants}
         assert len(ids) == len(plan.grants)
@@ -309,6 +358,13 @@ class Driver:
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
             assert grant.banned_token_ids == oracle.banned(request.spec, grant.output_index)
+        if held:
+            self.num_forced.update(
+                e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
+            )
+            self.check_preemptions(plan, before.idle, after.seated)
+            self.check_quarantine(plan, held)
+            return
         if config.discipline == "unified":
             for request in running:
                 # A starved one may be given its seat and its blocks before its first token.
@@ -325,6 +381,17 @@ class Driver:
         oracle.check_victims(self, plan, before, after)
         self.check_overtaking(plan, before, after)
         oracle.check_order(self, plan, before, after)
+
+    def check_quarantine(self, plan: Plan, held: Sequence[Request]):
+        """Who may have killed the runner is computed alone, and only more urgent ones before it."""
+        if any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants):
+            assert len(plan.grants) == 1
+            return
+        held = [r for r in held if self.scheduler.find(r.request_id)]  # some may have run out of time
+        if held:
+            most_urgent = min(map(self.urgency, held))
+            for grant in plan.grants:
+                assert self.urgency(self.scheduler.find(grant.request_id)) < most_urgent
 
     def check_stalls(self, plan: Plan):
         """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[2]
 _READY = re.compile(r"ready on (\S+:\d+): ")
 
@@ -25,6 +27,12 @@ class ServerProcess:
     def terminate(self) -> None:
         """Send SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
+
+    @property
+    def runner(self) -> "psutil.Process | None":
+        """The process that computes; None while there is none."""
+        children = psutil.Process(self.process.pid).children()
+        return children[0] if children else None
 
     def wait(self, timeout_s: float = 20) -> int:
         """The exit status."""
@@ -59,17 +67,28 @@ def _run(command: list[str], env: dict[str, str], timeout_s: float) -> "subproce
 
 
 @contextlib.contextmanager
-def server_process(*arguments: str) -> Iterator[ServerProcess]:
-    """A scripted server on a free port; it is killed on the way out if it is still there."""
-    command = [sys.executable, "-m", "server.cli", "serve", "--runner", "scripted", "--listen", "127.0.0.1:0"]
-    with subprocess.Popen(
-        [*command, *arguments],
-        env=environment(),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+def server_process(
+    *arguments: str, model: str | None = "scripted", log: Path | None = None
+) -> Iterator[ServerProcess]:
+    """A server on a free port, killed on the way out if it is still there.
+
+    Args:
+        arguments: further ones of ``vorrang serve``.
+        model: None = the default.
+        log: file for its log; without one a pipe takes it, which nobody empties: 64 KiB are too many.
+    """
+    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0"]
+    with (
+        contextlib.ExitStack() as stack,
+        subprocess.Popen(
+            [*command, *(() if model is None else ("--model", model)), *arguments],
+            env=environment(),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE if log is None else stack.enter_context(log.open("w")),
+            text=True,
+        ) as process,
+    ):
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

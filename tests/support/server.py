@@ -45,7 +45,7 @@ async def running_server(
     tokenizer: Tokenizer | None = None,
 ) -> AsyncIterator[App]:
     """A server that is ready; it is stopped at once on the way out, and must leave nothing behind."""
-    values = {"server.listen": "127.0.0.1:0", "engine.runner": "scripted", "server.grace_s": 0.0}
+    values = {"server.listen": "127.0.0.1:0", "model.path": "scripted", "server.grace_s": 0.0}
     loaded = load(None, {**values, **(settings or {})}).settings
     model = Loaded(
         runner or ScriptedRunner(loaded.kv.num_blocks or 64, 16, loaded.scheduler.max_context_tokens),

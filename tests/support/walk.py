@@ -178,6 +178,8 @@ class Episode:
             for _ in range(rng.randint(1, 6)):
                 yield self.draw_step()
                 yield from self.at_the_brink()
+            if self.alive and rng.random() < 0.02:  # the runner; again and again, it makes somebody guilty
+                yield from [Call("die", (rng.choice(["in_step", "between"]),))] * rng.choice([1, 1, 2, 3])
             if (parked := self.driver.scheduler.parked()) and rng.random() < 0.4:
                 yield Call("unpark", (str(rng.choice(parked).request_id),))
 

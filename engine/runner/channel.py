@@ -1,0 +1,123 @@
+"""Messages between the server's process and the one that computes.
+
+A message is a picklable tuple whose first member says its kind, in a frame that
+begins with its length. The two processes are one program, so pickle is safe here.
+Both ends of the format are in this module; it knows no event loop.
+"""
+
+import pickle
+import socket
+import struct
+import threading
+import traceback
+from typing import Any
+
+from engine.errors import VorrangError
+
+Message = tuple[Any, ...]
+
+#: From the server: what to load, then plans.
+LOAD, PLAN = "load", "plan"
+#: From the runner: the model is there or not, a step's outcome, a sign of life, a line for the log.
+READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG = (
+    "ready", "load_failed", "result", "step_failed", "beat", "log",
+)  # fmt: skip
+
+_LENGTH = struct.Struct("<I")
+
+
+def frame(message: Message) -> bytes:
+    """A message as bytes."""
+    body = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Makes messages of bytes that come in pieces."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Message]:
+        """The messages that are complete now, oldest first."""
+        buffer = self._buffer
+        buffer += data
+        messages: list[Message] = []
+        at = 0
+        while len(buffer) - at >= _LENGTH.size:
+            end = at + _LENGTH.size + _LENGTH.unpack_from(buffer, at)[0]
+            if len(buffer) < end:
+                break
+            messages.append(pickle.loads(memoryview(buffer)[at + _LENGTH.size : end]))  # noqa: S301
+            at = end
+        if at:
+            del buffer[:at]
+        return messages
+
+
+class BlockingChannel:
+    """The far end: blocking reads by one thread, writes by any.
+
+    Args:
+        connection: a stream socket; owned from now on.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._reader = connection.makefile("rb", buffering=256 * 1024)
+        self._lock = threading.Lock()
+
+    def receive(self) -> Message | None:
+        """The next message; None when the other end is gone."""
+        head = self._reader.read(_LENGTH.size)
+        if len(head) < _LENGTH.size:
+            return None
+        length = _LENGTH.unpack(head)[0]
+        body = self._reader.read(length)
+        if len(body) < length:
+            return None
+        message: Message = pickle.loads(body)  # noqa: S301
+        return message
+
+    def send(self, message: Message) -> None:
+        """Send a message.
+
+        Raises:
+            OSError: the other end is gone.
+        """
+        data = frame(message)
+        with self._lock:
+            self._connection.sendall(data)
+
+
+class RemoteError(Exception):
+    """An error of the other process, in words."""
+
+
+#: class, args, attributes, traceback
+PackedError = tuple[type[BaseException], tuple[Any, ...], dict[str, Any], str]
+
+
+def pack_error(error: BaseException) -> PackedError:
+    """An error as something that survives pickling, whatever its constructor wants.
+
+    What can't be sent as it is becomes a ``RemoteError`` with its words.
+    """
+    text = "".join(traceback.format_exception(error))
+    packed = (type(error), error.args, dict(error.__dict__), text)
+    try:
+        pickle.loads(pickle.dumps(packed))  # noqa: S301
+    except Exception:  # a local class, an open file: anything
+        return RemoteError, (f"{type(error).__name__}: {error}",), {}, text
+    return packed
+
+
+def unpack_error(packed: PackedError) -> BaseException:
+    """The error, with the other process's traceback as a note."""
+    cls, args, attributes, text = packed
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(attributes)
+    if not isinstance(error, VorrangError):  # those are for callers, who get no internal text
+        error.add_note(f"in the runner's process:\n{text}")
+    return error

@@ -1,0 +1,128 @@
+"""Plans as differences, for a runner that sees them from another process.
+
+A decode needs a few numbers: what the far end knows of a request (parameters,
+token ids, block table) is told once, then only what was added. ``PlanEncoder`` and
+``PlanDecoder`` are the two ends; both are pure. What an encoder knows of its
+decoder is lost when the far end dies: take a fresh one.
+
+Border: tokens of a request are only ever appended; a block table grows at its end
+or is another list.
+"""
+
+from collections.abc import Sequence
+
+from engine.request import RequestId
+from engine.sampling import SamplingParams
+from engine.scheduler.plan import Grant, Plan
+
+#: Plans after which requests that were not granted anything meanwhile are forgotten.
+SWEEP_PLANS = 64
+
+#: key, id, parameters, ending ids
+Introduction = tuple[int, RequestId, SamplingParams, frozenset[int]]
+#: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them
+Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int]]
+#: step, keys to forget, introductions, rows in the order of the grants
+PlanDelta = tuple[int, Sequence[int], Sequence[Introduction], Sequence[Row]]
+
+_NOTHING: tuple[int, ...] = ()
+
+
+class _Told:
+    """What the decoder knows of a request."""
+
+    __slots__ = ("block_table", "key", "num_blocks", "num_tokens", "plan")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self.num_tokens = 0
+        self.block_table: Sequence[int] = ()
+        self.num_blocks = 0
+        self.plan = 0
+
+
+class PlanEncoder:
+    """The near end."""
+
+    def __init__(self) -> None:
+        self._told: dict[RequestId, _Told] = {}
+        self._num_keys = 0
+        self._num_plans = 0
+
+    def encode(self, plan: Plan) -> PlanDelta:
+        """What the decoder lacks to make the plan; every delta must reach it, in order."""
+        self._num_plans += 1
+        gone = self._sweep() if self._num_plans % SWEEP_PLANS == 0 else ()
+        introductions: list[Introduction] = []
+        rows: list[Row] = []
+        for request, start, num_tokens, table, output_index in plan.grants:
+            told = self._told.get(request.request_id)
+            if told is None:
+                told = self._told[request.request_id] = _Told(self._num_keys)
+                self._num_keys += 1
+                introductions.append(
+                    (told.key, request.request_id, request.sampling, request.ending_token_ids)
+                )
+            told.plan = self._num_plans
+            token_ids = request.token_ids
+            new_tokens = token_ids[told.num_tokens :]
+            told.num_tokens = len(token_ids)
+            kept = told.num_blocks if table is told.block_table else 0
+            new_blocks = table[kept:] if len(table) > kept else _NOTHING
+            told.block_table, told.num_blocks = table, len(table)
+            rows.append((told.key, start, num_tokens, output_index, new_tokens, kept, new_blocks))
+        return plan.step, gone, introductions, rows
+
+    def _sweep(self) -> list[int]:
+        """Forget whoever was not granted anything since the last sweep."""
+        gone = [i for i, told in self._told.items() if told.plan <= self._num_plans - SWEEP_PLANS]
+        return [self._told.pop(request_id).key for request_id in gone]
+
+
+class KnownRequest:
+    """A request as the far end knows it: a ``Granted``."""
+
+    __slots__ = ("block_table", "ending_token_ids", "request_id", "sampling", "token_ids")
+
+    #: The far end keeps no record of levels.
+    level = 0
+
+    def __init__(
+        self, request_id: RequestId, sampling: SamplingParams, ending_token_ids: frozenset[int]
+    ) -> None:
+        self.request_id = request_id
+        self.sampling = sampling
+        self.ending_token_ids = ending_token_ids
+        self.token_ids: list[int] = []
+        self.block_table: list[int] = []
+
+
+class PlanDecoder:
+    """The far end."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, KnownRequest] = {}
+
+    @property
+    def num_known(self) -> int:
+        """Requests it remembers."""
+        return len(self._known)
+
+    def decode(self, delta: PlanDelta) -> Plan:
+        """The plan, as far as a runner may look at it: step and grants."""
+        step, gone, introductions, rows = delta
+        known = self._known
+        for key in gone:
+            del known[key]
+        for key, request_id, sampling, ending_token_ids in introductions:
+            known[key] = KnownRequest(request_id, sampling, ending_token_ids)
+        grants: list[Grant] = []
+        for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
+            request = known[key]
+            request.token_ids.extend(new_tokens)
+            if kept:
+                request.block_table.extend(new_blocks)
+            else:
+                request.block_table = list(new_blocks)
+            grants.append(Grant(request, start, num_tokens, request.block_table, output_index))
+        return Plan(step, tuple(grants))
