@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test soak bench bench-model sim check fmt proto constraints
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -28,7 +28,10 @@ sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 	$(BIN)/vorrang sim run saturated --compare all
 
 test: $(STAMP) ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"
+
+test-deep: $(STAMP) ## what `make test` leaves out for time
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \

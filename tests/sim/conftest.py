@@ -4,7 +4,7 @@ import pytest
 import structlog
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def quiet():
     """Thousands of simulated requests need no line each."""
     before = structlog.get_config()

@@ -511,7 +511,8 @@ class Driver:
         if not self.blocks.enable_prefix_cache or self.blocks.holds(waiting.request_id):
             return False
         granted = {grant.request_id for grant in plan.grants}
-        full = plan.num_tokens == self.config.max_step_tokens
+        # Other disciplines have more budgets, and steps that hold no prefill.
+        full = plan.num_tokens == self.config.max_step_tokens or self.config.discipline != "unified"
         for running in self.scheduler.running():
             num_alike = 0
             for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
