@@ -1,7 +1,7 @@
 """A plan in the making."""
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from engine.events import SchedulerEvent
 from engine.request import Request
@@ -25,7 +25,8 @@ class StepDraft:
         step: number of the step.
         now: when it is planned, in seconds of the caller's clock.
         budget_tokens: tokens that may still be granted.
-        granted: tokens by request, in order of the grants.
+        decodes: requests that decode: a token each, before all other grants.
+        granted: tokens by request, in order of the grants, decodes aside.
         events: what was decided, in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
         num_preemptions: preemptions for arrivals so far.
@@ -36,6 +37,7 @@ class StepDraft:
         self.step = step
         self.now = now
         self.budget_tokens = budget_tokens
+        self.decodes: list[Request] = []
         self.granted: dict[Request, int] = {}
         self.events: list[SchedulerEvent] = []
         self.gate: Gate | None = None
@@ -48,16 +50,22 @@ class StepDraft:
         self.granted[request] = self.granted.get(request, 0) + num_tokens
         self.budget_tokens -= num_tokens
 
-    def grant_one_each(self, requests: Collection[Request]) -> None:
-        """Let requests that have nothing yet compute one token each."""
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is granted yet."""
+        return not self.decodes and not self.granted
+
+    def decode(self, requests: list[Request]) -> None:
+        """Let requests that decode compute their token; called once."""
+        assert not self.decodes
         assert len(requests) <= self.budget_tokens
-        self.granted |= dict.fromkeys(requests, 1)
+        self.decodes = requests.copy()
         self.budget_tokens -= len(requests)
 
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
         """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
         granted = self.granted.get(request, 0)
-        if not granted and self._is_full(len(self.granted)):
+        if not granted and self._is_full(len(self.granted) + len(self.decodes)):
             return 0
         num_tokens = min(request.num_missing_tokens, max_chunk_tokens) - granted
         num_tokens = min(num_tokens, self.budget_tokens)
@@ -69,12 +77,17 @@ class StepDraft:
 
     def has_room(self, without: Iterable[Request] = ()) -> bool:
         """Whether one more request may be granted a token, if ``without`` gave theirs back."""
-        tokens = [self.granted[r] for r in without if r in self.granted]
-        return self.budget_tokens + sum(tokens) >= 1 and not self._is_full(len(self.granted) - len(tokens))
+        tokens = [self.granted.get(r, 1) for r in without if r in self.granted or r in self.decodes]
+        num_requests = len(self.granted) + len(self.decodes) - len(tokens)
+        return self.budget_tokens + sum(tokens) >= 1 and not self._is_full(num_requests)
 
     def _is_full(self, num_requests: int) -> bool:
         return self.max_requests is not None and num_requests >= self.max_requests
 
     def take_back(self, request: Request) -> None:
         """Undo a grant; harmless when there is none."""
-        self.budget_tokens += self.granted.pop(request, 0)
+        if request in self.granted:
+            self.budget_tokens += self.granted.pop(request)
+        elif request in self.decodes:
+            self.decodes.remove(request)
+            self.budget_tokens += 1

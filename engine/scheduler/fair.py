@@ -30,6 +30,7 @@ class FairPolicy(PriorityPolicy):
     """
 
     name = "fair"
+    charges_outputs = True
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

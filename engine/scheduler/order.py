@@ -76,10 +76,12 @@ class Policy(Protocol):
     Attributes:
         name: as in the configuration.
         uses_level: whether the level means anything.
+        charges_outputs: whether it wants to be told of output tokens.
     """
 
     name: str
     uses_level: bool
+    charges_outputs: bool
 
     def urgency(self, request: Request) -> int:
         """The level that counts when one request would preempt another; lower is more urgent."""
@@ -119,6 +121,7 @@ class _StaticPolicy:
 
     name = ""
     uses_level = False
+    charges_outputs = False
 
     def urgency(self, request: Request) -> int:
         """The same for all."""

@@ -11,7 +11,7 @@ MAX_SCAN, MAX_PREFIX_WAITERS = 16, 64
 
 def grant_decodes(state: SchedulerState, draft: StepDraft) -> None:
     """A token for every decode, and for prompts that miss a single one: they cost as little."""
-    draft.grant_one_each(state.decoding)
+    draft.decode(state.decoding)
     for request in state.prefilling:
         if request.num_missing_tokens == 1:
             draft.grant(request, 1)

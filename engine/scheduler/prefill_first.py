@@ -136,9 +136,9 @@ class PrefillFirst:
         decode_comes_first = self._decode_is_due(state, draft, starved)
         if decode_comes_first:
             self._decode(state, draft, admission)
-        if not draft.granted:
+        if draft.is_empty:
             self._prefill(state, draft, admission, starved)
-        if not draft.granted and not decode_comes_first:
+        if draft.is_empty and not decode_comes_first:
             self._decode(state, draft, admission)
 
     def _decode_is_due(self, state: SchedulerState, draft: StepDraft, starved: list[Request]) -> bool:
@@ -167,7 +167,7 @@ class PrefillFirst:
         )
         draft.max_requests = config.prefill_first_max_requests
         PrefillPass(state, draft, admission).run(starved)
-        if draft.granted:
+        if not draft.is_empty:
             self._decoded_last = False
         else:
             draft.budget_tokens, draft.max_requests = full_tokens, None
@@ -182,9 +182,9 @@ class PrefillFirst:
         grant_decodes(state, draft)
         if retracted:
             self.ratio.retracted(state.running)
-        elif draft.granted:
+        elif not draft.is_empty:
             self.ratio.decode()
-        self._decoded_last = bool(draft.granted)
+        self._decoded_last = not draft.is_empty
 
     def _retract(self, state: SchedulerState, admission: Admission) -> bool:
         """Preempt until all decodes that are left can grow.

@@ -104,7 +104,7 @@ class Quarantine:
         admission = Admission(state, draft, for_good=is_static)
         if not is_static and not request.is_starved:
             self._serve_more_urgent(request, state, draft, admission)
-        if not draft.granted:
+        if draft.is_empty:
             self._serve(request, state, draft, admission)
         return True
 

@@ -207,29 +207,26 @@ class Scheduler:
         """Book what a step has computed.
 
         Returns:
-            Failures and sampled tokens in the order of the plan's grants, then the ends those tokens cause.
+            Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        failures, sampled = result.failures, result.sampled
-        events: list[SchedulerEvent] = []
+        sampled, charges = result.sampled, self.policy.charges_outputs
+        events = self._fail_rows(plan, result, now)
         producers: list[Request] = []
         ended: list[Request] = []
         grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
         for request, start, num_tokens, _, output_index in grants:
             if request.status is not running:
                 continue  # it ended, was preempted or parked meanwhile
-            request_id = request.request_id
-            if failures and request_id in failures:
-                events.append(state.fail(request, failures[request_id], now))
-                continue
-            num_computed = start + num_tokens
-            request.num_computed_tokens = num_computed
+            request.num_computed_tokens = num_computed = start + num_tokens
             if output_index is not None:
+                request_id = request.request_id
                 token_id = sampled[request_id]
-                if output_index == 0:
+                if not output_index:
                     request.spend(now)  # the first output token ends the prefill
                 request.token_ids.append(token_id)
-                producers.append(request)
+                if charges:
+                    producers.append(request)
                 events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
                     ended.append(request)
@@ -242,6 +239,19 @@ class Scheduler:
             events.extend(self._end(request, now))
         return events
 
+    def _fail_rows(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
+        """End the requests whose own computation failed."""
+        if not result.failures:
+            return []
+        requests = [self._state.requests.get(grant.request_id) for grant in plan.grants]
+        return [
+            self._state.fail(request, result.failures[request.request_id], now)
+            for request in requests
+            if request is not None
+            and request.status is RequestStatus.RUNNING
+            and request.request_id in result.failures
+        ]
+
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
@@ -250,12 +260,17 @@ class Scheduler:
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
         grants: list[Grant] = []
         now = draft.now
+        for request in draft.decodes:
+            request.idle_since = now
+            start = request.num_computed_tokens
+            output_index = start + 1 - request.num_prompt_tokens
+            grants.append(_new_tuple(Grant, (request, start, 1, request.block_table, output_index)))
         for request, num_tokens in draft.granted.items():
             request.idle_since = now
             start = request.num_computed_tokens
             end, num_known = start + num_tokens, len(request.token_ids)
-            output_index = end - request.num_prompt_tokens if end == num_known else None
-            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, output_index)))
+            index = end - request.num_prompt_tokens if end == num_known else None
+            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, index)))
         return tuple(grants)
 
     def _end(self, request: Request, now: float) -> list[SchedulerEvent]:

@@ -30,5 +30,5 @@ class Static:
             return
         for request in sorted(state.prefilling, key=state.policy.rank):
             draft.grant_chunk(request, state.config.max_chunk_tokens)
-        if not draft.granted:
-            draft.grant_one_each(state.decoding)  # their blocks were taken when they were admitted
+        if draft.is_empty:
+            draft.decode(state.decoding)  # their blocks were taken when they were admitted
