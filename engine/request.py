@@ -116,6 +116,7 @@ class Request:
         idle_since: time it last arrived or was granted a token.
         is_starved: it waited longer than its class may; served by the reserved share, until its end.
         holds_all: admitted with blocks for its longest length; it is never evicted.
+        in_reserve: admitted to the share of the starved.
         has_started: it had a seat before.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
@@ -123,7 +124,8 @@ class Request:
 
     __slots__ = (
         "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
-        "ending_token_ids", "has_started", "holds_all", "idle_since", "is_starved", "level", "num_bypassed",
+        "ending_token_ids", "has_started", "holds_all", "idle_since", "in_reserve", "is_starved", "level",
+        "num_bypassed",
         "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",
         "num_lost_tokens",
         "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
@@ -157,6 +159,7 @@ class Request:
         self.idle_since = now
         self.is_starved = False
         self.holds_all = False
+        self.in_reserve = False
         self.has_started = False
         self.cache_rank = CLASSES.index(class_of(spec.level))
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}

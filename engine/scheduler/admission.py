@@ -67,7 +67,8 @@ class Admission:
 
         Args:
             request: which.
-            from_reserve: it is starved and may use what is reserved for such.
+            from_reserve: it may use what is reserved for the starved; one of these then holds its
+                longest length.
 
         Returns:
             What kept it out; None when it was admitted.
@@ -83,7 +84,8 @@ class Admission:
             and self._waits_for_prefix(request, hit)
         ):
             return Gate.PREFIX
-        holds_all = self._for_good or request.is_starved
+        in_reserve = from_reserve and request.is_starved
+        holds_all = self._for_good or in_reserve
         holds_all |= request.num_preemptions >= self._config.max_preemptions
         num_tokens = self._num_tokens_to_hold(request, holds_all=holds_all)
         num_needed = self._num_blocks_needed(request, hit, num_tokens)
@@ -100,6 +102,7 @@ class Admission:
             self._draft.num_preemptions += 1
         event = self._state.admit(request, hit, num_tokens, self._draft.now)
         request.holds_all = holds_all
+        request.in_reserve = in_reserve
         if self._reserve is not None:
             self._reserve.admitted(request)
         if event is not None:
@@ -134,6 +137,10 @@ class Admission:
         """Free blocks that admitting a starved request would consume."""
         hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
         return self._num_blocks_needed(request, hit, self._num_tokens_to_hold(request, holds_all=True))
+
+    def num_blocks_at_longest(self, request: Request) -> int:
+        """Blocks that a request can hold at most."""
+        return self._blocks.blocks_for(self._num_tokens_to_hold(request, holds_all=True))
 
     def preempt(self, victim: Request, reason: PreemptReason, beneficiary: Request | None) -> Preempted:
         """Take a request's blocks, seat and grant."""

@@ -55,7 +55,8 @@ class SchedulerConfig:
         prefix_wait_tokens: tokens of a prefix that somebody computes right now and that are worth
             waiting for. A step's fixed cost in tokens; 160 to 370 for an 8B model on today's cards.
         max_bypass: admissions of others that may pass a request that does not fit.
-        starved_share: share of the seats and prefill tokens kept for starved requests; at least one of each.
+        starved_share: share of seats, blocks and prefill tokens kept for starved requests; at least
+            one request's.
         interactive, standard, batch: rules by class.
         prefill_first_max_input_tokens: tokens a step of prefills may process, besides ``max_step_tokens``.
         prefill_first_max_chunk_tokens: the same again, as the size into which prompts are cut.
@@ -151,6 +152,10 @@ class SchedulerConfig:
     def num_reserved_seats(self) -> int:
         """Seats kept for starved requests while any waits."""
         return math.ceil(self.starved_share * self.max_running_requests)
+
+    def num_reserved_blocks(self, num_blocks: int) -> int:
+        """Of the blocks of the pool, those that starved requests may take from everybody else."""
+        return math.ceil(self.starved_share * num_blocks)
 
     def num_reserved_tokens(self, budget_tokens: int) -> int:
         """Of the tokens left for prefill, those kept for starved requests."""

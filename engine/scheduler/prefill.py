@@ -1,5 +1,7 @@
 """Prefill chunks and admissions in one order: the pass that all disciplines share."""
 
+from collections.abc import Iterable
+
 from engine.request import Request, RequestId, RequestStatus
 from engine.scheduler.admission import Admission
 from engine.scheduler.draft import Gate, StepDraft
@@ -33,31 +35,45 @@ class PrefillPass:
         self._draft = draft
         self._admission = admission
 
-    def run(self, starved: list[Request]) -> None:
+    def run(self, starved: Iterable[Request]) -> None:
         """Grant tokens and admit; ``starved`` requests come first, oldest first."""
         self._state.inherited.clear()
         self._serve_starved(starved)
         self._grant_prefills_and_admit()
 
-    def _serve_starved(self, starved: list[Request]) -> None:
-        """Oldest first, within reserved seats and tokens; blocks the next one lacks are kept free for it.
+    def _serve_starved(self, starved: Iterable[Request]) -> None:
+        """Oldest first, within reserved tokens, seats and blocks; what the next one lacks is kept for it.
 
         A seat needs no keeping: the starved are served before anybody else is admitted.
+        There is always room in the share for one request, however large.
         """
+        config, draft, admission = self._config, self._draft, self._admission
         # One even of no budget: whoever it evicts gives tokens back.
-        num_tokens = max(1, self._config.num_reserved_tokens(self._draft.budget_tokens))
-        num_seats = self._config.num_reserved_seats
-        num_seats -= sum(request.status is RequestStatus.RUNNING for request in starved)
+        num_tokens = max(1, config.num_reserved_tokens(draft.budget_tokens))
+        num_prefilling = sum(r.is_starved for r in self._state.prefilling)
+        served = [r for r in self._state.running if r.in_reserve]
+        num_seats = config.num_reserved_seats - len(served)
+        num_blocks = config.num_reserved_blocks(self._state.blocks.num_blocks)
+        num_blocks -= sum(len(r.block_table) for r in served)
         for request in starved:
+            if num_prefilling == 0 and num_seats <= 0:
+                return
             if request.status is RequestStatus.RUNNING:
                 if request.is_prefilling:
-                    num_tokens -= self._draft.grant_chunk(request, self._config.max_chunk_tokens, num_tokens)
+                    num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)
+                    num_prefilling -= 1
             elif request.request_id in self._state.waiting and num_seats > 0:
-                if self._admission.try_admit(request, from_reserve=True) is not None:
-                    self._admission.num_reserved_blocks = self._admission.num_blocks_for_starved(request)
-                    return
-                num_seats -= 1
-                num_tokens -= self._draft.grant_chunk(request, self._config.max_chunk_tokens, num_tokens)
+                num_needed = admission.num_blocks_at_longest(request)
+                if served and num_needed > num_blocks:
+                    num_seats = 0
+                elif admission.try_admit(request, from_reserve=True) is not None:
+                    admission.num_reserved_blocks = admission.num_blocks_for_starved(request)
+                    num_seats = 0
+                else:
+                    served.append(request)
+                    num_seats -= 1
+                    num_blocks -= num_needed
+                    num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)
 
     def _grant_prefills_and_admit(self) -> None:
         """Prefills under way and waiting requests stand in one order."""

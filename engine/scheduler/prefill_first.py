@@ -141,7 +141,7 @@ class PrefillFirst:
         if draft.is_empty and not decode_comes_first:
             self._decode(state, draft, admission)
 
-    def _decode_is_due(self, state: SchedulerState, draft: StepDraft, starved: list[Request]) -> bool:
+    def _decode_is_due(self, state: SchedulerState, draft: StepDraft, starved: Collection[Request]) -> bool:
         """Whether decodes may not wait for one more prefill step; never twice in a row.
 
         While anyone starves the two kinds of steps alternate, so that neither can hold up the other.
@@ -154,7 +154,7 @@ class PrefillFirst:
         return gap_ms is not None and any((draft.now - r.idle_since) * 1000 > gap_ms for r in state.decoding)
 
     def _prefill(
-        self, state: SchedulerState, draft: StepDraft, admission: Admission, starved: list[Request]
+        self, state: SchedulerState, draft: StepDraft, admission: Admission, starved: Collection[Request]
     ) -> None:
         """A step of prefills within five budgets.
 

@@ -1,11 +1,13 @@
 """Who went without a token for longer than its class may: the starved tier.
 
 A starved request keeps its level; it is served from a reserved share, oldest
-first, and once admitted it is never evicted.
+first, and who was admitted to that share is never evicted.
 """
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
+
+from sortedcontainers import SortedDict
 
 from engine.request import Request, RequestId, RequestStatus
 from engine.scheduler.config import ClassConfig
@@ -26,7 +28,7 @@ class StarvationWatch:
         self._rules = rules
         self._due: list[tuple[float, int, RequestId]] = []
         self._watched: dict[RequestId, Request] = {}
-        self.starved: dict[RequestId, Request] = {}
+        self.starved: SortedDict[int, Request] = SortedDict()  # by arrival
 
     def watch(self, request: Request) -> None:
         """Watch a request from now on; harmless when it is starved already."""
@@ -37,9 +39,9 @@ class StarvationWatch:
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._watched.pop(request.request_id, None)
-        self.starved.pop(request.request_id, None)
+        self.starved.pop(request.arrival_seq, None)
 
-    def update(self, now: float) -> list[Request]:
+    def update(self, now: float) -> Collection[Request]:
         """Requests that are starved at ``now``, oldest first."""
         while self._due and self._due[0][0] <= now:
             _, _, request_id = heapq.heappop(self._due)
@@ -51,8 +53,9 @@ class StarvationWatch:
             else:
                 del self._watched[request_id]
                 request.is_starved = True
-                self.starved[request_id] = request
-        return sorted(self.starved.values(), key=lambda request: request.arrival_seq)
+                self.starved[request.arrival_seq] = request
+        starved: Collection[Request] = self.starved.values()
+        return starved
 
     def _deadline(self, request: Request) -> float:
         return request.idle_since + self._rules(request).max_wait_s
@@ -60,8 +63,9 @@ class StarvationWatch:
     def check_integrity(self, alive: Iterable[Request]) -> None:
         """Recount; an ``AssertionError`` here is a bug of ours."""
         requests = {request.request_id: request for request in alive}
-        assert self.starved == {i: r for i, r in requests.items() if r.is_starved}
-        assert self._watched.keys() == requests.keys() - self.starved.keys()
+        starved = {i: r for i, r in requests.items() if r.is_starved}
+        assert dict(self.starved) == {r.arrival_seq: r for r in starved.values()}
+        assert self._watched.keys() == requests.keys() - starved.keys()
         due = {request_id for _, _, request_id in self._due}
         unwatched = self._watched.keys() - due
         assert all(requests[request_id].status is RequestStatus.PARKED for request_id in unwatched)

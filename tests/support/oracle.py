@@ -239,9 +239,14 @@ def check_share(
         assert oldest in granted or not is_due, "no token for the oldest that starves"
     if any(isinstance(e, Preempted) for e in plan.events):
         return
-    num_seats = driver.config.num_reserved_seats - sum(r.request_id in seated for r in starved)
+    served = [r for r in running if r.in_reserve]
     left_out = next((r for r in starved if r.request_id not in seated), None)
-    if left_out is None or num_seats <= 0 or left_out not in before.waiting:
+    if left_out is None or len(served) >= driver.config.num_reserved_seats or left_out not in before.waiting:
+        return
+    pool_tokens = driver.blocks.num_blocks * driver.blocks.block_size
+    num_blocks = sum(len(r.block_table) for r in served)
+    num_blocks += driver.blocks.blocks_for(min(left_out.max_known_tokens, pool_tokens))
+    if served and num_blocks > driver.config.num_reserved_blocks(driver.blocks.num_blocks):
         return
     for request in running:  # what it lacks is kept free for it, so nobody else may take a block
         if request.request_id not in before.seated and not request.is_starved:

@@ -79,3 +79,22 @@ def test_a_starved_request_gets_the_token_of_whoever_it_evicts():
     assert [g.request_id for g in plan.grants] == ["starves"]
     assert driver.preemptions("next") == 1
     driver.finish()
+
+
+def test_the_starved_hold_no_more_than_their_share_for_good():
+    """Overload: everything of the lowest class starves, and the most urgent must overtake none the less."""
+    driver = Driver(
+        max_running_requests=20, num_blocks=40, max_step_tokens=64, max_wait_s=5, starved_share=0.1
+    )
+    for index in range(60):
+        driver.submit(f"batch{index}", 12, level=10, max_tokens=8)
+    for _ in range(30):
+        driver.step()
+    running = driver.scheduler.running()
+    assert sum(r.is_starved for r in running) >= 6
+    held_for_good = [r for r in running if r.holds_all]
+    assert len(held_for_good) == 1  # 4 blocks are the share, and hold one of 5
+    driver.submit("urgent", 60, level=-10, max_tokens=2)
+    driver.step()
+    assert "urgent" in driver.running()
+    driver.finish()
