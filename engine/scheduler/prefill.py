@@ -1,6 +1,6 @@
 """Prefill chunks and admissions in one order: the pass that all disciplines share."""
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from engine.request import Request, RequestId, RequestStatus
 from engine.scheduler.admission import Admission
@@ -35,18 +35,20 @@ class PrefillPass:
         self._draft = draft
         self._admission = admission
 
-    def run(self, starved: Iterable[Request]) -> None:
+    def run(self, starved: Collection[Request]) -> None:
         """Grant tokens and admit; ``starved`` requests come first, oldest first."""
         self._state.inherited.clear()
         self._serve_starved(starved)
         self._grant_prefills_and_admit()
 
-    def _serve_starved(self, starved: Iterable[Request]) -> None:
+    def _serve_starved(self, starved: Collection[Request]) -> None:
         """Oldest first, within reserved tokens, seats and blocks; what the next one lacks is kept for it.
 
         A seat needs no keeping: the starved are served before anybody else is admitted.
         There is always room in the share for one request, however large.
         """
+        if not starved:
+            return
         config, draft, admission = self._config, self._draft, self._admission
         # One even of no budget: whoever it evicts gives tokens back.
         num_tokens = max(1, config.num_reserved_tokens(draft.budget_tokens))

@@ -230,8 +230,10 @@ class Scheduler:
                 events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
                     ended.append(request)
-            if num_tokens > 1 or not output_index or not num_computed % block_size:
-                state.computed(request)  # anything but a decode inside a block
+            if num_tokens > 1 or not output_index:
+                state.prefilled(request)
+            elif not num_computed % block_size:
+                state.filled_block(request)
         self.policy.produced(producers)
         if self._quarantine:
             self._quarantine.release(plan, state)

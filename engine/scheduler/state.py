@@ -108,6 +108,7 @@ class SchedulerState:
         self, request: Request, reason: PreemptReason, beneficiary: Request | None, step: int, now: float
     ) -> Preempted:
         """A request loses its blocks, and its seat if it has one; it keeps its output and its seniority."""
+        self.blocks.confirm(request, request.num_computed_tokens)
         num_blocks = self.blocks.free(request)
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
@@ -192,28 +193,35 @@ class SchedulerState:
         stop_string: str | None = None,
     ) -> Finished:
         """A request ends with its output."""
+        if self.blocks.holds(request.request_id):
+            self.blocks.confirm(request, request.num_computed_tokens)
         self._leave(request, now)
         return Finished(request.request_id, reason, request.usage(), stop_token_id, stop_string)
 
     def fail(self, request: Request, error: VorrangError, now: float) -> Failed:
-        """A request ends with an error."""
+        """A request ends with an error; what it computed last is not to be found by others."""
         self._leave(request, now)
         return Failed(request.request_id, error, request.usage())
 
-    def computed(self, request: Request) -> None:
-        """Sees to it that full blocks are findable, and that a request stands where it should.
-
-        To be called when a running request has computed anything but a decode inside a block.
-        """
+    def prefilled(self, request: Request) -> None:
+        """A running request has computed some of what is known; its full blocks can be found from now on."""
         self.blocks.confirm(request, request.num_computed_tokens)
         if request.is_prefilling:
             return
-        if request.num_tokens > len(request.block_table) * self.blocks.block_size:
-            self.growing[request.request_id] = request
+        self.filled_block(request)
         position = bisect_left(self.prefilling, self.policy.key(request), key=self.policy.key)
         if position < len(self.prefilling) and self.prefilling[position] is request:
             del self.prefilling[position]
             insort(self.decoding, request, key=self.policy.key)
+
+    def filled_block(self, request: Request) -> None:
+        """A decode has computed the last token that had room in a block.
+
+        The block is not hashed before the request loses its blocks: until then nobody
+        has a prompt that goes on with its output.
+        """
+        if request.num_tokens > len(request.block_table) * self.blocks.block_size:
+            self.growing[request.request_id] = request
 
     def running_from(self, urgency: int) -> list[Request]:
         """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
