@@ -514,16 +514,20 @@ class Driver:
         # Other disciplines have more budgets, and steps that hold no prefill.
         full = plan.num_tokens == self.config.max_step_tokens or self.config.discipline != "unified"
         for running in self.scheduler.running():
-            num_alike = 0
-            for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
-                if mine != theirs or waiting.cache_salt != running.cache_salt:
-                    break
-                num_alike += 1
-            num_alike -= num_alike % self.blocks.block_size
-            if num_alike - running.num_computed_tokens >= self.config.prefix_wait_tokens:
+            if self.computes_prefix_of(running, waiting):
                 assert full or running.request_id in granted, "a prefill that is waited for stands still"
                 return True
         return False
+
+    def computes_prefix_of(self, running: Request, waiting: Request) -> bool:
+        """12: whether enough of a prompt is being computed to wait for it."""
+        num_alike = 0
+        for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
+            if mine != theirs or waiting.cache_salt != running.cache_salt:
+                break
+            num_alike += 1
+        num_alike -= num_alike % self.blocks.block_size
+        return num_alike - running.num_computed_tokens >= self.config.prefix_wait_tokens
 
     def is_admissible(self, waiting: Request, num_used: int) -> bool:
         """Whether it would fit if all that it may evict were gone, after ``num_used`` evictions."""

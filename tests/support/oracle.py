@@ -114,6 +114,11 @@ def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing)
         if granted.get(first.request_id, 0) < min(first.num_missing_tokens, driver.config.max_chunk_tokens):
             for second in prefills:
                 late = driver.comes_after(second, first) and second.request_id in granted
+                late = late and not any(  # rule 12: it may have been lent its urgency
+                    driver.computes_prefix_of(second, w)
+                    for w in after.waiting
+                    if not driver.comes_after(w, first)
+                )
                 assert not late, f"{second.request_id} computed while {first.request_id} could have"
 
 
@@ -248,6 +253,8 @@ def check_share(
     num_blocks += driver.blocks.blocks_for(min(left_out.max_known_tokens, pool_tokens))
     if served and num_blocks > driver.config.num_reserved_blocks(driver.blocks.num_blocks):
         return
+    if any(r.request_id not in before.seated and r.is_starved and not r.in_reserve for r in running):
+        return  # an older one did not fit the share, stopped it for this step, and got in by the other door
     for request in running:  # what it lacks is kept free for it, so nobody else may take a block
         if request.request_id not in before.seated and not request.is_starved:
             assert request.request_id in before.idle, f"{request.request_id} passed one that starves"
