@@ -201,6 +201,9 @@ def main() -> None:
             f"ready_s_{threads}": process.ready_s,
         }
         console.print(
+            f"{threads} thread(s): served / bare {ratio:.2f} ({rates[1]:.1f} / {rates[0]:.1f} tokens/s)"
+        )
+        console.print(
             f"{threads} thread(s): matmul {flops / 1e9:.0f} GFLOP/s; the workload's arithmetic runs at "
             f"{share:.0%} of it; ready after {process.ready_s:.1f} s, resident {resident / 1e6:.0f} MB"
         )
