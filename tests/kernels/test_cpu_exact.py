@@ -207,9 +207,8 @@ def test_the_builds_for_avx2_and_avx512_compute_the_same_bits(tmp_path):
 
 @pytest.mark.model
 @pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "weights", [pytest.param(w, marks=pytest.mark.deep if w != "bf16" else ()) for w in WEIGHTS]
-)
+@pytest.mark.parametrize("weights", WEIGHTS)
 def test_logits_of_the_real_model_depend_on_the_row_alone(weights):
     check_everything(Machine(None, weights), 77)

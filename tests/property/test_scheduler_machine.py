@@ -23,7 +23,7 @@ from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
 
 LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
-MIN_STEPS = int(os.environ.get("VORRANG_MACHINE_STEPS", "5000"))
+MIN_STEPS = int(os.environ.get("VORRANG_MACHINE_STEPS", "3000"))
 SEED = int(os.environ.get("VORRANG_SEED", "20261129"))
 
 
