@@ -1,6 +1,6 @@
 """Serving the default model through gRPC, beside the bare model computing the same batches.
 
-    PYTHONPATH=.:protos python bench/serve.py [--rounds 3]
+    PYTHONPATH=.:protos python bench/serve.py [--rounds 3] [--threads 1 2]
 
 One workload: 32 requests at once, prompts of 16 to 256 tokens, outputs of 16 to 128,
 8 seats. *Bare* is scheduler and model in a loop, without engine, text, process or
@@ -166,6 +166,7 @@ def main() -> None:
     """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", type=Path, default=Path("build"))
     options = parser.parse_args()
     console, workload = Console(), new_workload()
@@ -173,7 +174,7 @@ def main() -> None:
     table = Table(title=f"{NUM_REQUESTS} requests, {SEATS} seats, {workload.output_tokens} output tokens")
     for column in ("threads", "bare tokens/s", "served tokens/s", "served / bare"):
         table.add_column(column, justify="right")
-    for threads in (1, 2):
+    for threads in options.threads:
         loaded = registry.load(None, num_threads=threads, num_blocks=NUM_BLOCKS)
         num_parameters = parameters_in(loaded.folder)
         with server(threads) as process:

@@ -191,7 +191,11 @@ def test_a_preemption_after_every_kth_token_changes_no_token(
 
 
 @pytest.mark.parametrize(
-    ("sampling", "prefix_cache"), [(GREEDY, False), (SEEDED, True)], ids=["greedy", "seeded"]
+    ("sampling", "prefix_cache"),
+    [
+        pytest.param(GREEDY, False, id="greedy"),
+        pytest.param(SEEDED, True, id="seeded", marks=pytest.mark.deep),
+    ],
 )
 def test_nor_does_it_with_the_real_model(sampling: SamplingParams, prefix_cache: bool) -> None:
     every = [0, 1, 4, 13, 40]

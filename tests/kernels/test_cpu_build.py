@@ -152,6 +152,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch):
     assert cpu_build.cache_folder() == Path.home() / ".cache/vorrang/kernels"
 
 
+@pytest.mark.deep
 def test_two_processes_that_build_at_once_share_one_library(tmp_path):
     with ThreadPoolExecutor(2) as executor:
         done = list(executor.map(lambda _: _other_process(tmp_path), range(2)))
