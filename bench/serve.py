@@ -60,11 +60,12 @@ class Workload:
         return sum(map(len, self.prompts)) + self.output_tokens
 
 
-def new_workload(seed: int = 1) -> Workload:
-    """The same for everybody."""
-    rng = random.Random(seed)
-    prompts = [[rng.randrange(100, 40_000) for _ in range(rng.randint(16, 256))] for _ in range(NUM_REQUESTS)]
-    return Workload(prompts, [rng.randint(16, 128) for _ in range(NUM_REQUESTS)])
+def new_workload(turn: int = 0) -> Workload:
+    """The same lengths in every turn, but other tokens, which no prefix cache knows."""
+    lengths, tokens = random.Random(1), random.Random(turn)
+    sizes = [(lengths.randint(16, 256), lengths.randint(16, 128)) for _ in range(NUM_REQUESTS)]
+    prompts = [[tokens.randrange(100, 40_000) for _ in range(size)] for size, _ in sizes]
+    return Workload(prompts, [size for _, size in sizes])
 
 
 def run_bare(loaded: registry.LoadedModel, workload: Workload) -> float:
@@ -181,9 +182,9 @@ def main() -> None:
             bare, served = [], []
             asyncio.run(run_served(process.address, workload))  # warms up the server's caches of code
             run_bare(loaded, workload)
-            for _ in range(options.rounds):
-                bare.append(run_bare(loaded, workload))
-                served.append(asyncio.run(run_served(process.address, workload)))
+            for turn in range(1, options.rounds + 1):
+                bare.append(run_bare(loaded, new_workload(turn)))
+                served.append(asyncio.run(run_served(process.address, new_workload(turn))))
             resident = resident_bytes(process.pid)
         bare_s, served_s = statistics.median(bare), statistics.median(served)
         ratio = statistics.median(b / s for b, s in zip(bare, served, strict=True))
