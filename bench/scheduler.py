@@ -170,6 +170,16 @@ def steps_table(title: str, figures: dict[int, dict[int, float]]) -> Table:
     return table
 
 
+def pairs_table(title: str, heading: str, figures: dict[str, float], digits: int) -> Table:
+    """One figure a row."""
+    table = Table(title=title)
+    table.add_column(heading)
+    table.add_column("us", justify="right")
+    for name, us in figures.items():
+        table.add_row(name, f"{us:,.{digits}f}")
+    return table
+
+
 def plot(steady: dict[int, dict[int, float]], short: dict[int, dict[int, float]]) -> Figure:
     """Growth with the number of running requests, both axes logarithmic."""
     figure = Figure(figsize=(7.0, 4.4), layout="constrained")
@@ -207,19 +217,10 @@ def main() -> None:
     short = measure_steps(options.repeats, short=True, running=(32, 256, 1024))
     console.print(steps_table("plan + commit, short of blocks, median us", short))
     recording = measure_recording(options.repeats)
-    table = Table(title="plan + commit, 256 running, median us")
-    table.add_column("who listens to the decisions")
-    table.add_column("us", justify="right")
-    for name, us in recording.items():
-        table.add_row(name, f"{us:,.0f}")
-    console.print(table)
+    title = "plan + commit, 256 running, median us"
+    console.print(pairs_table(title, "who listens to the decisions", recording, 0))
     calls = measure_calls(options.repeats)
-    table = Table(title="one call, median us")
-    table.add_column("call")
-    table.add_column("us", justify="right")
-    for name, us in calls.items():
-        table.add_row(name, f"{us:.2f}")
-    console.print(table)
+    console.print(pairs_table("one call, median us", "call", calls, 2))
     options.folder.mkdir(parents=True, exist_ok=True)
     figures = {
         "steady_us": steady,
