@@ -34,20 +34,8 @@ class FreeList:
             yield block
             block = self._next[block]
 
-    def pop_first(self) -> int:
-        """Take the block to be reused next.
-
-        Raises:
-            IndexError: the list is empty.
-        """
-        block = self._next[self._end]
-        if block == self._end:
-            raise IndexError("no free block")
-        self.remove(block)
-        return block
-
     def pop_some(self, num_blocks: int) -> list[int]:
-        """Take up to ``num_blocks`` blocks, those to be reused next."""
+        """Take up to ``num_blocks`` blocks, those to be reused next; fewer when there are fewer."""
         end, following = self._end, self._next
         taken: list[int] = []
         block = following[end]

@@ -1,6 +1,6 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedDict
@@ -52,10 +52,6 @@ class WaitingQueue:
         """Take a request out, wherever it stands; None when it does not wait."""
         key = self._keys.pop(request_id, None)
         return None if key is None else self._by_key.pop(key)
-
-    def first(self, skip: Container[RequestId] = ()) -> Request | None:
-        """The first request that is not in ``skip``; None when there is none."""
-        return next((request for request in self if request.request_id not in skip), None)
 
     def position(self, request: Request) -> int:
         """Requests with a smaller key than this one, which waits."""

@@ -1,7 +1,5 @@
 """Blocks, free list and prefix index. "vLLM n" names a behaviour of docs/PEERS.md."""
 
-import pytest
-
 from kv.block_manager import BlockManager
 from kv.free_list import FreeList
 
@@ -34,15 +32,18 @@ def test_the_free_list_keeps_order_through_every_operation():  # vLLM 57
     free = FreeList(5)
     assert list(free) == [0, 1, 2, 3, 4]
     free.remove(2)
-    assert free.pop_first() == 0
+    assert free.pop_some(1) == [0]
     free.append(0)
     free.prepend(2)
     assert list(free) == [2, 1, 3, 4, 0]
     assert len(free) == 5
-    for _ in range(5):
-        free.pop_first()
-    with pytest.raises(IndexError):
-        free.pop_first()
+    assert free.pop_some(3) == [2, 1, 3]
+    assert list(free) == [4, 0]
+    assert free.pop_some(3) == [4, 0]
+    assert free.pop_some(1) == []
+    assert len(free) == 0
+    free.append(3)
+    assert list(free) == [3]
 
 
 def test_a_second_request_shares_the_full_blocks_of_the_first():  # vLLM 48
