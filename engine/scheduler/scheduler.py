@@ -218,6 +218,7 @@ class Scheduler:
         for request, start, num_tokens, _, output_index in grants:
             if request.status is not running:
                 continue  # it ended, was preempted or parked meanwhile
+            assert request.num_computed_tokens == start, "a plan was committed twice, or out of turn"
             request.num_computed_tokens = num_computed = start + num_tokens
             if output_index is not None:
                 request_id = request.request_id
