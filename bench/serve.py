@@ -4,9 +4,9 @@
 
 One workload: 32 requests at once, prompts of 16 to 256 tokens, outputs of 16 to 128,
 8 seats. *Bare* is scheduler and model in a loop, without engine, text, process or
-wire. Rounds alternate, since other load on the machine disturbs both alike. With two
-threads the arithmetic of the workload, 2 x parameters x (prompt + output tokens), is
-compared with what torch's float32 matrix product does in the same run.
+wire. Rounds alternate, since other load on the machine disturbs both alike. The
+arithmetic of the workload, 2 x parameters x (prompt + output tokens), is compared with
+what a float32 matrix product does in the same run.
 """
 
 import argparse
@@ -36,10 +36,13 @@ from engine.request import RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.scheduler import Scheduler
+from kernels import ops
 from kv.block_manager import BlockManager
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_REQUESTS, SEATS, NUM_BLOCKS = 32, 8, 512
+#: Memory that server and runner may hold: this factor of weights, KV pool and something for the programs.
+MEMORY_FACTOR, MEMORY_EXTRA_BYTES = 1.3, 400_000_000
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,12 @@ async def run_served(address: str, workload: Workload) -> float:
 
 @dataclass(frozen=True)
 class Server:
-    """A server that is ready."""
+    """A server that is ready; ``loaded_bytes`` is what it and its runner then have in memory."""
 
     address: str
     ready_s: float
     pid: int
+    loaded_bytes: int
 
 
 @contextmanager
@@ -122,7 +126,8 @@ def server(threads: int) -> Iterator[Server]:
             line = process.stdout.readline()
             assert line.startswith("ready on "), line
             address = line.removeprefix("ready on ").split(": ")[0]
-            yield Server(address, time.perf_counter() - begin, process.pid)
+            ready_s = time.perf_counter() - begin
+            yield Server(address, ready_s, process.pid, resident_bytes(process.pid))
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(30)
@@ -150,17 +155,21 @@ def parameters_in(folder: Path) -> int:
     return total
 
 
-def matmul_flops(threads: int) -> float:
-    """Float operations a second of torch's float32 matrix product, best of several."""
-    torch.set_num_threads(threads)
+def matmul_flops(threads: int) -> tuple[float, float]:
+    """Float operations a second of a float32 matrix product, torch's and ours, best of several."""
+    ops.set_num_threads(threads)
     size = 1024
     a, b = torch.randn(size, size), torch.randn(size, size)
-    times = []
-    for _ in range(12):
-        begin = time.perf_counter()
-        torch.mm(a, b)
-        times.append(time.perf_counter() - begin)
-    return 2 * size**3 / min(times)
+    packed = ops.pack_linear(b, "fp32")
+    rates = []
+    for product in (lambda: torch.mm(a, b), lambda: ops.linear(a, packed)):
+        times = []
+        for _ in range(12):
+            begin = time.perf_counter()
+            product()
+            times.append(time.perf_counter() - begin)
+        rates.append(2 * size**3 / min(times))
+    return rates[0], rates[1]
 
 
 def main() -> None:
@@ -190,24 +199,32 @@ def main() -> None:
         ratio = statistics.median(b / s for b, s in zip(bare, served, strict=True))
         rates = [workload.output_tokens / bare_s, workload.output_tokens / served_s]
         table.add_row(str(threads), f"{rates[0]:.1f}", f"{rates[1]:.1f}", f"{ratio:.2f}")
+        memory_max = MEMORY_FACTOR * (
+            loaded.model._decoder.weights.num_bytes + loaded.model._kv.num_bytes + MEMORY_EXTRA_BYTES
+        )
         del loaded
-        flops = matmul_flops(threads)
-        share = 2 * num_parameters * workload.tokens / served_s / flops
+        torch_flops, own_flops = matmul_flops(threads)
+        flops = 2 * num_parameters * workload.tokens / served_s
         figures |= {
             f"bare_tokens_per_s_{threads}": rates[0],
             f"served_tokens_per_s_{threads}": rates[1],
             f"served_to_bare_{threads}": ratio,
-            f"matmul_gflops_{threads}": flops / 1e9,
-            f"share_of_matmul_{threads}": share,
+            f"matmul_gflops_{threads}": torch_flops / 1e9,
+            f"own_matmul_gflops_{threads}": own_flops / 1e9,
+            f"share_of_matmul_{threads}": flops / torch_flops,
+            f"share_of_own_matmul_{threads}": flops / own_flops,
+            f"loaded_mb_{threads}": process.loaded_bytes / 1e6,
             f"resident_mb_{threads}": resident / 1e6,
+            f"memory_mb_max_{threads}": memory_max / 1e6,
             f"ready_s_{threads}": process.ready_s,
         }
         console.print(
-            f"{threads} thread(s): served / bare {ratio:.2f} ({rates[1]:.1f} / {rates[0]:.1f} tokens/s)"
-        )
-        console.print(
-            f"{threads} thread(s): matmul {flops / 1e9:.0f} GFLOP/s; the workload's arithmetic runs at "
-            f"{share:.0%} of it; ready after {process.ready_s:.1f} s, resident {resident / 1e6:.0f} MB"
+            f"{threads} thread(s): served / bare {ratio:.2f} ({rates[1]:.1f} / {rates[0]:.1f} tokens/s)\n"
+            f"  arithmetic {flops / 1e9:.0f} GFLOP/s: {flops / torch_flops:.0%} of torch's matrix product "
+            f"({torch_flops / 1e9:.0f}), {flops / own_flops:.0%} of ours ({own_flops / 1e9:.0f})\n"
+            f"  ready after {process.ready_s:.1f} s; server and runner hold "
+            f"{process.loaded_bytes / 1e6:.0f} MB then, {resident / 1e6:.0f} MB at the end "
+            f"(wanted: at most {memory_max / 1e6:.0f})"
         )
     console.print(table)
     options.folder.mkdir(parents=True, exist_ok=True)

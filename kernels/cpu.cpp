@@ -276,17 +276,21 @@ void embed(float* out, const i64* ids, i64 num_tokens, const typename W::element
 // Linear: out[t][n] = sum over k of x[t][k] w[n][k], times scale[n], plus bias[n]
 // ---------------------------------------------------------------------------------------------------------
 
-// Tiles of kRows rows and kPanels panels stay in registers: 16 of 8 floats, or 32 of 16. A pair of Bf16
+// Tiles of kRows rows and kPanels panels stay in registers: 16 of 8 floats, or 32 of 16. Eight sums keep
+// both multipliers busy, so few rows take more panels. A pair of Bf16
 // takes two registers more, and a single sum that finds no place costs more than a row less.
 #ifdef __AVX512F__
 template <class W> constexpr int kRowsMax = 12;
-constexpr int panels_of(int) { return 2; }
+constexpr int panels_of(int rows) { return rows <= 2 ? 4 : 2; }
 #else
 template <class W> constexpr int kRowsMax = 6;
 template <> constexpr int kRowsMax<Bf16> = 5;
 constexpr int panels_of(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
-constexpr i64 kUnit = 2;  // panels a thread takes at a time
+constexpr i64 kUnit = 4;  // panels a thread takes at a time
+// How far ahead of the multiplications weights are asked for. The processor's own guess stops at the end of
+// a page of memory, and a tile of many rows is slow enough for it to fall behind.
+template <class W> constexpr i64 kAheadBytes = sizeof(typename W::element) == 1 ? 1024 : 2048;
 
 struct Linear {
     const float* x;
@@ -301,12 +305,16 @@ INLINE void multiply_add(const float* x, i64 num_inputs, const typename W::eleme
                          vec (&sums)[kRows][kPanels])
 {
     vec columns[kPanels];
-#pragma GCC unroll 2
-    for (int p = 0; p < kPanels; p++) columns[p] = W::template widen<kInput>(w + p * size + k * kLanes);
+#pragma GCC unroll 4
+    for (int p = 0; p < kPanels; p++) {
+        const typename W::element* column = w + p * size + k * kLanes;
+        if constexpr (kInput == 0) _mm_prefetch((const char*)column + kAheadBytes<W>, _MM_HINT_T0);
+        columns[p] = W::template widen<kInput>(column);
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++) {
         const vec one = splat(x[r * num_inputs + k + kInput]);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int p = 0; p < kPanels; p++) sums[r][p] = fma(one, columns[p], sums[r][p]);
     }
 }
@@ -319,7 +327,7 @@ template <class W, int kRows, int kPanels> void tile(const Linear& l, i64 row, i
     vec sums[kRows][kPanels];
 #pragma GCC unroll 12
     for (int r = 0; r < kRows; r++)
-#pragma GCC unroll 2
+#pragma GCC unroll 4
         for (int p = 0; p < kPanels; p++) sums[r][p] = zero();
     i64 k = 0;
     for (; k + W::kStep <= K; k += W::kStep) {
@@ -327,7 +335,7 @@ template <class W, int kRows, int kPanels> void tile(const Linear& l, i64 row, i
         if constexpr (W::kStep == 2) multiply_add<W, 1>(x, K, w, size, k, sums);
     }
     if (k < K) multiply_add<W, 0>(x, K, w, size, k, sums);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
     for (int p = 0; p < kPanels; p++) {
         const i64 column = (panel + p) * kLanes, n = std::min(kLanes, l.num_outputs - column);
         const vec scale = l.scales ? load(l.scales + column, n) : splat(1.0f);

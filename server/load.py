@@ -41,19 +41,20 @@ async def load(settings: Settings) -> Loaded:
 
 
 async def _process(settings: Settings) -> Loaded:
-    """The model loads in its process while the tokenizer does here."""
-    tokenizing = asyncio.ensure_future(asyncio.to_thread(_tokenizer, settings))
+    """The model loads in its process while the tokenizer does here; the first failure ends both."""
+    loaded = False
     try:
-        runner = await ProcessRunner.start(_source(settings), runner_limits(settings))
-        try:
-            tokenizer = await tokenizing
-        except BaseException:
-            await runner.close()
-            raise
+        async with asyncio.TaskGroup() as group:
+            starting = group.create_task(ProcessRunner.start(_source(settings), runner_limits(settings)))
+            tokenizing = group.create_task(asyncio.to_thread(_tokenizer, settings))
+        loaded = True
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     finally:
-        tokenizing.cancel()
-        tokenizing.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return Loaded(runner, tokenizer, after_ready=getattr(tokenizer, "warm_up", None))
+        if not loaded and not starting.cancelled() and starting.exception() is None:
+            await starting.result().close()
+    tokenizer = tokenizing.result()
+    return Loaded(starting.result(), tokenizer, after_ready=getattr(tokenizer, "warm_up", None))
 
 
 def _inline(settings: Settings) -> Loaded:

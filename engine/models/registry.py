@@ -1,7 +1,8 @@
 """From the name of a model to everything needed to serve it.
 
-Imports torch late, so that ``import engine.models.registry`` is quick and the
-tokenizer loads meanwhile.
+Imports torch and tokenizers late, so that ``import engine.models.registry`` is
+quick, the tokenizer loads meanwhile, and a process that needs only one of them
+has no other.
 """
 
 import dataclasses
@@ -10,17 +11,17 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import structlog
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelNotFound, UnsupportedModel
-from engine.models.tokenizer import HfTokenizer
 from engine.runner.base import ModelInfo
 
 if TYPE_CHECKING:
     from engine.models.loader import Auto
+    from engine.models.tokenizer import HfTokenizer
     from engine.runner.torch_runner import TorchModel
     from kernels.ops import WeightType
 
@@ -47,6 +48,36 @@ class KernelsChosen:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedStepModel:
+    """A model that can compute, but knows no text.
+
+    Attributes:
+        info: what is served.
+        model: computes steps; owns weights and KV pool.
+        folder: the Hugging Face style folder it came from (converted, for GGUF).
+        kernels: what computes it.
+    """
+
+    info: ModelInfo
+    model: "TorchModel"
+    folder: Path
+    kernels: KernelsChosen
+
+
+class LoadOptions(TypedDict, total=False):
+    """Arguments of ``load_model``; it says what they mean."""
+
+    cache_dir: Path | None
+    num_threads: int | None
+    kv_bytes: int | None
+    num_blocks: int | None
+    block_size: int
+    max_context: int | None
+    weights: "WeightType | Auto"
+    kernels: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedModel:
     """A model, ready to run.
 
@@ -59,7 +90,7 @@ class LoadedModel:
     """
 
     info: ModelInfo
-    tokenizer: HfTokenizer
+    tokenizer: "HfTokenizer"
     model: "TorchModel"
     folder: Path
     kernels: KernelsChosen
@@ -97,7 +128,18 @@ def find_model(model: str | None, *, cache_dir: Path | None = None) -> tuple[str
     raise UnsupportedModel("source", "a local folder or a .gguf file (loading from a hub comes later)", model)
 
 
-def load(
+def load(model: str | None, **options: Unpack[LoadOptions]) -> LoadedModel:
+    """Load a model with its tokenizer and a KV pool; arguments and errors are those of ``load_model``."""
+    from engine.models.tokenizer import HfTokenizer
+
+    _, folder = find_model(model, cache_dir=options.get("cache_dir"))
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-tokenizer") as executor:
+        tokenizer = executor.submit(HfTokenizer, folder)
+        loaded = load_model(model, **options)
+        return LoadedModel(loaded.info, tokenizer.result(), loaded.model, folder, loaded.kernels)
+
+
+def load_model(
     model: str | None,
     *,
     cache_dir: Path | None = None,
@@ -108,8 +150,8 @@ def load(
     max_context: int | None = None,
     weights: "WeightType | Auto" = "auto",
     kernels: str | None = None,
-) -> LoadedModel:
-    """Load a model with its tokenizer and a KV pool.
+) -> LoadedStepModel:
+    """Load a model with a KV pool, but without its tokenizer.
 
     Args:
         model: a folder with safetensors, a ``.gguf`` file, or None for the default model.
@@ -129,42 +171,36 @@ def load(
         PoolAllocationError: the KV pool does not fit.
     """
     name, folder = find_model(model, cache_dir=cache_dir)
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-tokenizer") as executor:
-        tokenizer = executor.submit(HfTokenizer, folder)
-        config = DecoderConfig.from_folder(folder)
-        context_tokens = (
-            config.max_positions if max_context is None else min(max_context, config.max_positions)
-        )
-        info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
+    config = DecoderConfig.from_folder(folder)
+    context_tokens = config.max_positions if max_context is None else min(max_context, config.max_positions)
+    info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
-        import torch
+    import torch
 
-        from engine.models.decoder import Decoder
-        from engine.models.loader import load_weights
-        from engine.runner.torch_runner import TorchModel
-        from kernels import registry as implementations
-        from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
+    from engine.models.decoder import Decoder
+    from engine.models.loader import load_weights
+    from engine.runner.torch_runner import TorchModel
+    from kernels import registry as implementations
+    from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
-        if kernels is not None:
-            implementations.use(kernels)
-        decoder = Decoder(config, load_weights(folder, config, weights), context_tokens)
-        chosen = KernelsChosen(
-            implementations.active_name(),
-            implementations.active_reason(),
-            decoder.weights.layers[0].qkv.weight.weight_type,
-        )
-        if kernels == implementations.AUTO and chosen.name == "reference":
-            log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
-        threads = torch.get_num_threads() if num_threads is None else num_threads
-        computed_by = f"{chosen.name} kernels with {chosen.weight_type} weights, threads {threads}"
-        info = dataclasses.replace(info, computed_by=computed_by)
-        layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
-        if num_blocks is None:
-            num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
-        step_model = TorchModel(
-            info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads
-        )
-        return LoadedModel(info, tokenizer.result(), step_model, folder, chosen)
+    if kernels is not None:
+        implementations.use(kernels)
+    decoder = Decoder(config, load_weights(folder, config, weights), context_tokens)
+    chosen = KernelsChosen(
+        implementations.active_name(),
+        implementations.active_reason(),
+        decoder.weights.layers[0].qkv.weight.weight_type,
+    )
+    if kernels == implementations.AUTO and chosen.name == "reference":
+        log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    computed_by = f"{chosen.name} kernels with {chosen.weight_type} weights, threads {threads}"
+    info = dataclasses.replace(info, computed_by=computed_by)
+    layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
+    if num_blocks is None:
+        num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
+    step_model = TorchModel(info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads)
+    return LoadedStepModel(info, step_model, folder, chosen)
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

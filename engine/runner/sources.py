@@ -30,7 +30,7 @@ class TorchSource:
     """A real model.
 
     Attributes:
-        arguments: those of ``engine.models.registry.load``.
+        arguments: those of ``engine.models.registry.load_model``.
     """
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -39,14 +39,14 @@ class TorchSource:
         """See ``ModelSource``.
 
         Raises:
-            ModelLoadError, PoolAllocationError: see ``engine.models.registry.load``.
+            ModelLoadError, PoolAllocationError: see ``engine.models.registry.load_model``.
         """
         from engine.models import registry
 
         arguments = dict(self.arguments)
         if pool is not None:  # what is free by now must not decide again
             arguments |= {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "kv_bytes": None}
-        model = registry.load(**arguments).model
+        model = registry.load_model(**arguments).model
         model.warm_up()
         return model
 

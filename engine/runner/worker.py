@@ -61,6 +61,7 @@ def _serve(channel: BlockingChannel) -> None:
     except Exception as error:
         channel.send((LOAD_FAILED, pack_error(error)))
         return
+    _give_back_memory()
     channel.send((READY, info, model.pool))
     threading.Thread(target=_beat, args=(channel, beat_s), name="beat", daemon=True).start()
     decoder = PlanDecoder()
@@ -68,6 +69,13 @@ def _serve(channel: BlockingChannel) -> None:
         plan = decoder.decode(message[1])
         channel.send(_outcome(model, plan))
     _exit()  # threads of libraries are not waited for
+
+
+def _give_back_memory() -> None:
+    """Return to the system what loading needed for a while; only glibc has to be asked."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _outcome(model: StepModel, plan: Plan) -> tuple[Any, ...]:

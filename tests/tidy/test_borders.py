@@ -35,6 +35,11 @@ def test_the_pure_core_pulls_in_nothing_with_time_randomness_or_io(name):
     assert not (impure & (loaded - modules_after_importing("sys")))
 
 
+def test_the_process_that_computes_needs_no_tokenizer():
+    loaded = modules_after_importing("engine.runner.worker, engine.models.registry, engine.models.loader")
+    assert not ({"tokenizers", "transformers", "grpc"} & loaded)
+
+
 def test_kernels_package_is_inert():
     source = (ROOT / "kernels/__init__.py").read_text()
     assert not [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]
