@@ -480,9 +480,11 @@ struct Query {
 };
 
 // Scores of 16 tokens, [D][16], for kQueries queries that share the page. Two chains, over even and odd
-// elements, because one would wait for itself.
+// elements, because one would wait for itself. The page after this one is asked for meanwhile: the processor
+// can't guess where it is.
 template <int kQueries>
-INLINE void scores_of(const float* page, const float* q, i64 head_dim, vec (&scores)[kQueriesMax])
+INLINE void scores_of(const float* page, const float* next, const float* q, i64 head_dim,
+                      vec (&scores)[kQueriesMax])
 {
     vec even[kQueries], odd[kQueries];
 #pragma GCC unroll 8
@@ -490,6 +492,8 @@ INLINE void scores_of(const float* page, const float* q, i64 head_dim, vec (&sco
     i64 d = 0;
     for (; d + 2 <= head_dim; d += 2) {
         const vec first = load(page + d * kPage), second = load(page + (d + 1) * kPage);
+        _mm_prefetch((const char*)(next + d * kPage), _MM_HINT_T0);
+        _mm_prefetch((const char*)(next + (d + 1) * kPage), _MM_HINT_T0);
 #pragma GCC unroll 8
         for (int i = 0; i < kQueries; i++) {
             even[i] = fma(splat(q[i * kHeadMax + d]), first, even[i]);
@@ -502,7 +506,7 @@ INLINE void scores_of(const float* page, const float* q, i64 head_dim, vec (&sco
 
 // sums[i] += weights[i][t] * v[t] for the tokens begin .. end of a page, in order.
 template <int kQueries>
-INLINE void mix(const float* page, i64 head_dim, i64 begin, i64 end, const float* weights, float* sums)
+INLINE void mix(const float* page, const float* next, i64 head_dim, i64 begin, i64 end, const float* weights, float* sums)
 {
     for (i64 d = 0; d < head_dim; d += kLanes) {
         const i64 n = head_dim - d;
@@ -511,6 +515,7 @@ INLINE void mix(const float* page, i64 head_dim, i64 begin, i64 end, const float
         for (int i = 0; i < kQueries; i++) sum[i] = load(sums + i * kHeadMax + d);
         for (i64 t = begin; t < end; t++) {
             const float* p = page + t * head_dim + d;
+            _mm_prefetch((const char*)(next + t * head_dim + d), _MM_HINT_T0);
             const vec value = n >= kLanes ? load(p) : load(p, n);
 #pragma GCC unroll 8
             for (int i = 0; i < kQueries; i++) sum[i] = fma(splat(weights[i * kPage + t]), value, sum[i]);
@@ -538,11 +543,15 @@ template <int kQueries> void attend(const Attention& a, i64 s, i64 kv_head, i64 
         for (i64 d = 0; d < D; d++) q[i * kHeadMax + d] = a.q[token * a.q_stride + head * D + d] * a.scale;
         std::fill_n(sums + i * kHeadMax, (D + kLanes - 1) / kLanes * kLanes, 0.0f);
     }
-    for (i64 page = first_page; page <= last_page; page++) {
+    auto place = [&](i64 page) {
         const i64 block = a.tables[s * a.table_width + page / a.pages_per_block];
-        const i64 at = (block * a.pages_per_block + page % a.pages_per_block) * a.num_kv_heads + kv_head;
+        return ((block * a.pages_per_block + page % a.pages_per_block) * a.num_kv_heads + kv_head) * D * kPage;
+    };
+    i64 at = place(first_page), next = at;
+    for (i64 page = first_page; page <= last_page; page++, at = next) {
+        if (page < last_page) next = place(page + 1);
         vec scores[kQueriesMax];
-        scores_of<kQueries>(a.k + at * D * kPage, q, D, scores);
+        scores_of<kQueries>(a.k + at, a.k + next, q, D, scores);
         bool all_see_all = true;
         for (int i = 0; i < kQueries; i++) {
             Query& query = queries[i];
@@ -566,15 +575,15 @@ template <int kQueries> void attend(const Attention& a, i64 s, i64 kv_head, i64 
             query.weights = query.weights + weight;
             store(weights + i * kPage, weight);
         }
-        const float* values = a.v + at * kPage * D;
+        const float *values = a.v + at, *next_values = a.v + next;
         if (all_see_all) {
-            mix<kQueries>(values, D, 0, kPage, weights, sums);
+            mix<kQueries>(values, next_values, D, 0, kPage, weights, sums);
             continue;
         }
         for (int i = 0; i < kQueries; i++) {
             const i64 from = std::max<i64>(0, queries[i].begin - page * kPage);
             const i64 to = std::min(kPage, queries[i].end - page * kPage);
-            mix<1>(values, D, from, to, weights + i * kPage, sums + i * kHeadMax);
+            mix<1>(values, next_values, D, from, to, weights + i * kPage, sums + i * kHeadMax);
         }
     }
     for (int i = 0; i < kQueries; i++) {
