@@ -8,7 +8,6 @@ from engine.models.errors import InvalidCheckpoint
 from server import load
 from server.settings import Settings
 
-
 pytestmark = pytest.mark.asyncio
 
 
