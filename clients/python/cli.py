@@ -138,9 +138,9 @@ def chat(
 def demo(
     batch: Annotated[int, typer.Option(min=1, help="Long batch requests; at least as many as seats.")] = 10,
     interactive: Annotated[int, typer.Option(min=1, help="Short interactive requests.")] = 4,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output of a batch request.")] = 96,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output of a batch request.")] = 128,
     seats: Annotated[int, typer.Option(min=1, help="Seats of the server.")] = 4,
-    gap: Annotated[float, typer.Option(min=0.0, help="Seconds between interactive requests.")] = 1.5,
+    gap: Annotated[int, typer.Option(min=0, help="Batch output tokens between interactive requests.")] = 160,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the server.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks of the server.")] = None,
 ) -> None:
@@ -155,7 +155,7 @@ def demo(
             num_interactive=interactive,
             num_seats=seats,
             batch_tokens=max_tokens,
-            gap_s=gap,
+            gap_tokens=gap,
             num_threads=threads,
             num_kv_blocks=kv_blocks,
         )

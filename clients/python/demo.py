@@ -20,8 +20,8 @@ from clients.python.demo_report import Outcome, PolicyRun, summarize, verdict
 from clients.python.demo_server import DemoServer, serve_command, serving
 from clients.python.demo_view import DemoView, print_summary, print_verdict
 from clients.python.errors import VorrangError
-from clients.python.events import Result
-from clients.python.progress import Progress, State
+from clients.python.events import Delta, Result, Started
+from clients.python.progress import Progress
 from clients.python.session import Session
 
 POLICIES = ("priority", "fcfs")
@@ -60,7 +60,8 @@ class DemoOptions:
         num_seats: seats of the server.
         batch_tokens: longest output of a batch request.
         interactive_tokens: longest output of an interactive request.
-        gap_s: time between interactive requests.
+        gap_tokens: batch output tokens from one interactive request to the next; a measure of
+            work, so that a fast machine and a slow one meet the same traffic.
         num_threads: CPU threads of the server; None = its own choice.
         num_kv_blocks: KV blocks of the server; None = its own choice.
         ready_timeout_s: longest wait for the server to be ready.
@@ -70,9 +71,9 @@ class DemoOptions:
     num_batch: int = 10
     num_interactive: int = 4
     num_seats: int = 4
-    batch_tokens: int = 96
+    batch_tokens: int = 128
     interactive_tokens: int = 24
-    gap_s: float = 1.5
+    gap_tokens: int = 160
     num_threads: int | None = None
     num_kv_blocks: int | None = None
     ready_timeout_s: float = 180.0
@@ -81,7 +82,7 @@ class DemoOptions:
     def __post_init__(self) -> None:
         if self.num_seats < 1 or self.num_interactive < 1 or self.num_batch < self.num_seats:
             raise ValueError("needs at least one seat, one interactive request and a batch request per seat")
-        if self.batch_tokens < 1 or self.interactive_tokens < 1 or self.gap_s < 0:
+        if self.batch_tokens < 1 or self.interactive_tokens < 1 or self.gap_tokens < 0:
             raise ValueError("token counts must be at least 1 and the gap at least 0")
 
     def server_arguments(self, policy: str) -> list[str]:
@@ -152,9 +153,9 @@ async def play(
     """Send the workload and follow every stream to its end.
 
     The batch requests go first; once every seat has been taken, the interactive
-    ones follow, each ``gap_s`` later. Requests that fail become outcomes with an error.
+    ones follow, each ``gap_tokens`` of batch output later. Requests that fail become outcomes with an error.
     """
-    seats = _Seats(options.num_seats)
+    pace = _Pace(options.num_seats, options.num_batch)
     players = []
     async with (
         client.session(default_priority="batch", client_name="vorrang-demo") as batch,
@@ -166,28 +167,42 @@ async def play(
             player = _Player(f"batch-{index + 1}", "batch", view, elapsed_s)
             # Awaited one by one, so that they arrive in the same order in every run.
             await player.send(batch, prompt, options.batch_tokens)
-            players.append(group.create_task(player.follow(seats)))
-        await seats.full.wait()
+            players.append(group.create_task(player.follow(pace)))
+        await pace.wait_for_seats()
         for index in range(options.num_interactive):
-            await asyncio.sleep(options.gap_s)
+            await pace.wait_for_tokens((index + 1) * options.gap_tokens)
             prompt = _SHORT_PROMPTS[index % len(_SHORT_PROMPTS)]
             player = _Player(f"interactive-{index + 1}", "interactive", view, elapsed_s)
             await player.send(interactive, prompt, options.interactive_tokens)
-            players.append(group.create_task(player.follow(seats)))
+            players.append(group.create_task(player.follow(pace)))
     return [task.result() for task in players]
 
 
-class _Seats:
-    """Notices when every seat has been taken once, or that this will not happen any more."""
+class _Pace:
+    """How far the batch requests are: seats taken so far, output tokens so far, requests that have ended."""
 
-    def __init__(self, num_seats: int) -> None:
-        self._num_left = num_seats
-        self.full = asyncio.Event()
+    def __init__(self, num_seats: int, num_batch: int) -> None:
+        self._num_seats = num_seats
+        self._num_batch_left = num_batch
+        self._num_tokens = 0
+        self._moved = asyncio.Condition()
 
-    def taken(self) -> None:
-        self._num_left -= 1
-        if self._num_left <= 0:
-            self.full.set()
+    async def wait_for_seats(self) -> None:
+        """Return when every seat has been taken once, or when that will not happen any more."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._num_seats <= 0 or self._num_batch_left <= 0)
+
+    async def wait_for_tokens(self, num_tokens: int) -> None:
+        """Return when the batch has put out so many tokens, or has ended with fewer."""
+        async with self._moved:
+            await self._moved.wait_for(lambda: self._num_tokens >= num_tokens or self._num_batch_left <= 0)
+
+    async def advance(self, *, seats: int = 0, tokens: int = 0, ends: int = 0) -> None:
+        async with self._moved:
+            self._num_seats -= seats
+            self._num_tokens += tokens
+            self._num_batch_left -= ends
+            self._moved.notify_all()
 
 
 class _Player:
@@ -213,15 +228,16 @@ class _Player:
         except VorrangError as error:
             self._error = error
 
-    async def follow(self, seats: "_Seats") -> Outcome:
+    async def follow(self, pace: _Pace) -> Outcome:
         try:
-            result = await self._read(seats)
+            result = await self._read(pace)
         except VorrangError as error:
             self._progress.fail(error)
             self._view.changed(self._name)
             return Outcome(self._name, self._class_name, error=str(error), ended_at_s=self._elapsed_s())
         finally:
-            seats.full.set()
+            if self._class_name == "batch":
+                await pace.advance(ends=1)
         return Outcome(
             name=self._name,
             class_name=self._class_name,
@@ -235,12 +251,14 @@ class _Player:
             recomputed_tokens=result.usage.recomputed_tokens,
         )
 
-    async def _read(self, seats: "_Seats") -> Result:
+    async def _read(self, pace: _Pace) -> Result:
         if self._error is not None:
             raise self._error
         async for event in self._stream:
             if self._progress.apply(event):
                 self._view.changed(self._name)
-                if self._progress.state is State.RUNNING:
-                    seats.taken()
+            if self._class_name == "batch":
+                is_seated = isinstance(event, Started)
+                num_tokens = len(event.token_ids) if isinstance(event, Delta) else 0
+                await pace.advance(seats=int(is_seated), tokens=num_tokens)
         return await self._stream.result()

@@ -26,7 +26,7 @@ async def start(*arguments: str, step_s: float) -> asyncio.subprocess.Process:
 
 
 async def test_the_demo_shows_preemption_and_confirms_its_promises():
-    arguments = ("--batch", "3", "--seats", "1", "--max-tokens", "40", "--interactive", "1", "--gap", "0.1")
+    arguments = ("--batch", "3", "--seats", "1", "--max-tokens", "40", "--interactive", "1", "--gap", "10")
     process = await start(*arguments, step_s=0.01)
     out, err = (stream.decode() for stream in await process.communicate())
     assert process.returncode == 0, out + err

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from clients.python import Accepted, Delta, Finished, Preempted, Resumed, Started, Usage, VorrangClient
-from clients.python.demo import DemoOptions, play
+from clients.python.demo import DemoOptions, _Pace, play
 from clients.python.demo_report import Outcome, PolicyRun, differing, speedup, summarize, verdict
 from clients.python.demo_server import ServerDied, serving
 from clients.python.demo_view import DemoView, print_summary, tail_of
@@ -179,7 +179,7 @@ def test_the_summary_is_not_cut_at_a_hundred_columns():
 
 @pytest.mark.parametrize(
     "changes",
-    [{"num_batch": 3}, {"num_interactive": 0}, {"num_seats": 0}, {"batch_tokens": 0}, {"gap_s": -1}],
+    [{"num_batch": 3}, {"num_interactive": 0}, {"num_seats": 0}, {"batch_tokens": 0}, {"gap_tokens": -1}],
 )
 def test_options_that_could_not_show_anything_are_refused(changes: dict[str, int]):
     with pytest.raises(ValueError, match="at least"):
@@ -203,7 +203,7 @@ async def test_a_workload_whose_server_vanishes_ends_and_its_verdict_fails():
         await session.send(request_id, finished=finished())
         await session.vanish()
 
-    options = DemoOptions(num_batch=2, num_interactive=1, num_seats=2, gap_s=0)
+    options = DemoOptions(num_batch=2, num_interactive=1, num_seats=2, gap_tokens=0)
     view = DemoView(Console(file=io.StringIO()), "", lambda: 1.0)
     async with FakeServer(script) as server, VorrangClient(server.target) as client:
         outcomes = await play(client, options, view, lambda: 1.0)
@@ -261,3 +261,23 @@ async def test_a_server_is_ended_when_the_demo_is_cancelled_while_it_waits(tmp_p
         await using
     with reading:
         assert reading.read() == "ended"
+
+
+@pytest.mark.asyncio
+async def test_the_pace_of_the_demo_is_that_of_the_batch_work() -> None:
+    pace = _Pace(num_seats=1, num_batch=2)
+    seated, later, never = (
+        asyncio.create_task(waiting)
+        for waiting in (pace.wait_for_seats(), pace.wait_for_tokens(3), pace.wait_for_tokens(100))
+    )
+    await pace.advance(tokens=2)
+    await asyncio.sleep(0)
+    assert not seated.done()
+    await pace.advance(seats=1)
+    await seated
+    assert not later.done()
+    await pace.advance(tokens=1, ends=1)
+    await later
+    assert not never.done()
+    await pace.advance(ends=1)
+    await never
