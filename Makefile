@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto constraints
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -57,6 +57,12 @@ fmt: $(STAMP) ## format the code
 
 proto: $(STAMP) ## generate the Python stubs again
 	$(BIN)/python tools/protos.py generate
+
+image: ## build the container image (needs a container engine)
+	docker build --target cpu --tag vorrang:cpu .
+
+check-image: $(STAMP) ## lint the Dockerfile and run its steps without a container engine
+	PYTHONPATH=.:protos $(BIN)/python tools/image.py --borrow
 
 constraints: $(STAMP) ## write the exact versions of this environment to constraints.txt
 	$(BIN)/python tools/constraints.py

@@ -67,14 +67,17 @@ def load() -> ctypes.CDLL:
         raise CpuKernelsUnavailable(f"{path} cannot be loaded: {error}") from error
 
 
-def library() -> Path:
+def library(target_name: str | None = None) -> Path:
     """Path of the library, built first if the cache has none.
+
+    Args:
+        target_name: key of ``TARGETS``; None = what this processor can do.
 
     Raises:
         CpuKernelsUnavailable: the processor has no AVX2, there is no compiler, it
             fails, or the cache cannot be written.
     """
-    target = TARGETS.get(capability())
+    target = TARGETS.get(target_name or capability())
     if target is None:
         raise CpuKernelsUnavailable("the processor has no AVX2")
     flags = (*FLAGS, *target)
@@ -151,3 +154,8 @@ def _source() -> str:
         return SOURCE.read_text()
     except OSError as error:
         raise CpuKernelsUnavailable(f"the source cannot be read: {error}") from error
+
+
+if __name__ == "__main__":  # while an image is made: on whatever processor it will run, there is a library
+    for name in TARGETS:
+        print(library(name))  # noqa: T201

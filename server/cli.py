@@ -190,6 +190,20 @@ def doctor() -> None:
     _print_table("", ("what", "found"), findings())
 
 
+@main.command()
+def healthcheck(
+    target: Annotated[str, typer.Option(help="The server; its health needs no login.")] = "127.0.0.1:50051",
+    service: Annotated[str, typer.Option(help="Service to ask about; empty = the whole server.")] = "",
+    timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
+) -> None:
+    """Ask a server whether it takes requests: exit status 0 if it does, 1 if not."""
+    from server.healthcheck import ask
+
+    status = ask(target, service, timeout_s)
+    print(status)  # noqa: T201
+    sys.exit(0 if status == "SERVING" else 1)
+
+
 @main.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,

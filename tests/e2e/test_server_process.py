@@ -1,6 +1,8 @@
 """A real process: signals, exit statuses, the command line."""
 
 import json
+import subprocess
+import sys
 import time
 
 import grpc
@@ -8,7 +10,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.support.process import run_cli, run_python, server_process
+from tests.support.process import ROOT, environment, run_cli, run_python, server_process
 from tests.support.wire import open_session, reason_in, refused, spec, status_in, stub
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
@@ -154,3 +156,29 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     assert time.monotonic() - started < 10
     assert {"serve", "doctor", "config"} <= set(result.stdout.split())
     assert run_python(code).stdout.strip() == "[]"
+
+
+def test_healthcheck_tells_a_serving_server_from_none() -> None:
+    with server_process() as server:
+        healthy = run_cli("healthcheck", "--target", server.address)
+        stranger = run_cli("healthcheck", "--target", server.address, "--service", "nobody")
+    gone = run_cli("healthcheck", "--target", server.address, "--timeout-s", "1")
+
+    assert (healthy.returncode, healthy.stdout) == (0, "SERVING\n")
+    assert (stranger.returncode, stranger.stdout) == (1, "NOT_FOUND\n")
+    assert (gone.returncode, gone.stdout) == (1, "UNAVAILABLE\n")
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(300)
+def test_the_steps_of_the_dockerfile_lead_to_a_server() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/image.py", "--borrow"],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "not checked here" in done.stdout
