@@ -1,16 +1,19 @@
 """The scheduler: pure, synchronous, driven from outside.
 
 Per step: ``apply`` what happened to requests, ``plan``, let a runner compute the
-plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the same
+plan, ``commit`` its result; the next plan may be made before that
+(``engine.scheduler.ahead``). It knows no torch, clock, I/O or randomness: the same
 calls give the same plans.
 """
 
+from collections.abc import Mapping
 from typing import cast
 
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
+from engine.scheduler.ahead import StepsInFlight
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
@@ -40,6 +43,7 @@ class Scheduler:
         self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
+        self._in_flight = StepsInFlight()
         self._num_arrivals = 0
         self._step = 0
 
@@ -151,7 +155,8 @@ class Scheduler:
         """Do something to a request, nothing at all when it is not alive; or lose what the pool holds.
 
         May be called at any time, between ``plan`` and ``commit`` too: what a step
-        in flight computes for a request that ended or was preempted is dropped.
+        in flight samples for a request that ends now is dropped; of one that is
+        preempted or parked it is kept.
         """
         if isinstance(command, LoseKv):
             return self._lose_kv(command, now)
@@ -190,10 +195,16 @@ class Scheduler:
             suspects, alone=len(command.suspects) == 1, from_outside=command.from_outside
         )
         failed = [] if guilty is None else [state.fail(guilty, command.error, now)]
-        return [*failed, *state.lose_kv(self._step, now)]
+        lost = state.lose_kv(self._step, now)
+        self._in_flight.lose()
+        return [*failed, *lost]
 
     def plan(self, now: float) -> Plan:
-        """Decide the next step. Never blocks, never raises for load; an empty plan is legal."""
+        """Decide the next step. Never blocks, never raises for load; an empty plan is legal.
+
+        The plan before need not be committed yet, the one before that must be.
+        """
+        self._in_flight.look_ahead(self._state)
         self._step += 1
         draft = StepDraft(self._step, now, self.config.max_step_tokens)
         for request_id in self._deadlines.expired(now, self._state.requests):
@@ -201,24 +212,29 @@ class Scheduler:
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
-        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        self._in_flight.planned(plan)
+        return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
-        """Book what a step has computed.
+        """Book what a step has computed. Plans are committed in their order, each once; one may be left out
+        when nobody it granted anything to is alive, or after ``LoseKv``.
 
         Returns:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
         sampled, charges = result.sampled, self.policy.charges_outputs
+        is_late = self._in_flight.land(plan)
         events = self._fail_rows(plan, result, now)
         producers: list[Request] = []
         ended: list[Request] = []
         grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
-        for request, start, num_tokens, _, output_index in grants:
-            if request.status is not running:
-                continue  # it ended, was preempted or parked meanwhile
-            assert request.num_computed_tokens == start, "a plan was committed twice, or out of turn"
+        for grant in grants:
+            request, start, num_tokens, _, output_index = grant
+            if is_late or request.status is not running:
+                self._land(cast("Grant", grant), sampled, is_late, now, events, producers, ended)
+                continue
             request.num_computed_tokens = num_computed = start + num_tokens
             if output_index is not None:
                 request_id = request.request_id
@@ -242,6 +258,34 @@ class Scheduler:
             events.extend(self._end(request, now))
         return events
 
+    def _land(
+        self,
+        grant: Grant,
+        sampled: Mapping[RequestId, int],
+        is_late: bool,
+        now: float,
+        events: list[SchedulerEvent],
+        producers: list[Request],
+        ended: list[Request],
+    ) -> None:
+        """Book a grant that was looked ahead to, or whose request lost its seat meanwhile."""
+        request, output_index = cast("Request", grant.request), grant.output_index
+        if request.status is RequestStatus.FINISHED:
+            return
+        if not is_late:
+            self._state.look_ahead(grant)
+        if output_index is None:
+            self._state.land(grant, None)
+            return
+        token_id = sampled[request.request_id]
+        if not output_index:
+            request.spend(now)
+        self._state.land(grant, token_id)
+        events.append(TokensSampled(request.request_id, output_index, (token_id,)))
+        producers.append(request)
+        if request.num_tokens >= request.num_tokens_max or token_id in request.ending_token_ids:
+            ended.append(request)
+
     def _fail_rows(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """End the requests whose own computation failed."""
         if not result.failures:
@@ -250,14 +294,13 @@ class Scheduler:
         return [
             self._state.fail(request, result.failures[request.request_id], now)
             for request in requests
-            if request is not None
-            and request.status is RequestStatus.RUNNING
-            and request.request_id in result.failures
+            if request is not None and request.request_id in result.failures
         ]
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
+        self._in_flight.check_integrity(self._state)
 
     @staticmethod
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
@@ -271,7 +314,7 @@ class Scheduler:
         for request, num_tokens in draft.granted.items():
             request.idle_since = now
             start = request.num_computed_tokens
-            end, num_known = start + num_tokens, len(request.token_ids)
+            end, num_known = start + num_tokens, request.num_tokens
             index = end - request.num_prompt_tokens if end == num_known else None
             grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, index)))
         return tuple(grants)
