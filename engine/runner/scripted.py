@@ -9,8 +9,9 @@ changes the output.
 
 import asyncio
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
@@ -55,6 +56,8 @@ class ScriptedRunner:
         self._pool = PoolShape(num_blocks, block_size)
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
         self._step_s = step_s
+        self._sampled: Mapping[RequestId, int] = {}
+        self._last: asyncio.Future[StepResult] | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -74,21 +77,36 @@ class ScriptedRunner:
         await asyncio.sleep(self._step_s)
         return self.run(plan)
 
+    def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
+        """Hand in a plan; see ``PipelinedRunner``. Cancellation of the future: at once; it is not computed."""
+        self._last = asyncio.get_running_loop().create_task(self._execute_after(self._last, plan))
+        return self._last
+
+    async def _execute_after(self, before: asyncio.Future[StepResult] | None, plan: Plan) -> StepResult:
+        if before is not None:
+            await asyncio.wait([before])
+        return await self.execute(plan)
+
     async def close(self) -> None:
         """Nothing to release."""
 
     def run(self, plan: Plan) -> StepResult:
         """Compute a plan on the spot."""
+        before, self._sampled = self._sampled, {}
         for grant in plan.grants:
-            self._write(grant)
-        return StepResult({g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None})
+            self._write(grant, before)
+        self._sampled = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
+        return StepResult(self._sampled)
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
         return block_table[block] * self._pool.block_size + offset
 
-    def _write(self, grant: Grant) -> None:
-        for position, token_id in enumerate(grant.token_ids, start=grant.start):
+    def _write(self, grant: Grant, before: Mapping[RequestId, int]) -> None:
+        token_ids = list(grant.token_ids)
+        if len(token_ids) < grant.num_tokens:  # the step before has sampled it, unless that failed
+            token_ids.append(before.get(grant.request_id, EOS_TOKEN_ID))
+        for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
     def _sample(self, grant: Grant) -> int:
