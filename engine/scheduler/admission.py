@@ -288,7 +288,7 @@ class Admission:
             policy=self._policy,
         )
         if victims is None:
-            equals_first = self._state.running_from(urgency)
-            behind = equals_first[equals_first.index(request) + 1 :]
+            key = self._policy.key  # it may have been lent an urgency, and not stand among its equals
+            behind = [r for r in self._state.running_from(urgency) if key(r) > key(request)]
             victims = choose_latest([r for r in behind if not r.holds_all], blocks=self._blocks)
         return victims

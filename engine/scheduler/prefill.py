@@ -60,6 +60,8 @@ class PrefillPass:
         for request in starved:
             if num_prefilling == 0 and num_seats <= 0:
                 return
+            if request.is_ending:
+                continue  # it needs nothing more
             if request.status is RequestStatus.RUNNING:
                 if request.is_prefilling:
                     num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)

@@ -111,6 +111,7 @@ class Quarantine:
     def _serve(self, request: Request, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
         while request.status is not RequestStatus.RUNNING and admission.try_admit(request, from_reserve=True):
             self._make_room(request, state, admission)
+        self._grow(request, state, admission)
         draft.grant_chunk(request, state.config.max_chunk_tokens)
 
     def _serve_more_urgent(
@@ -124,15 +125,19 @@ class Quarantine:
         for request in list(takewhile(is_more_urgent, state.running)):
             if request.status is not RequestStatus.RUNNING or request.is_ending:
                 continue  # it gave way to one that grew, or needs nothing more
-            if request.request_id in state.growing:
-                while not state.blocks.grow(request, request.num_tokens):
-                    self._make_room(request, state, admission)
-                del state.growing[request.request_id]
+            self._grow(request, state, admission)
             draft.grant_chunk(request, state.config.max_chunk_tokens)
         for request in list(takewhile(is_more_urgent, state.waiting)):
             if admission.try_admit(request, from_reserve=True):  # and without waiting for a prefix
                 return
             draft.grant_chunk(request, state.config.max_chunk_tokens)
+
+    def _grow(self, request: Request, state: SchedulerState, admission: Admission) -> None:
+        """See to it that a running request has a block for its next token."""
+        if request.request_id in state.growing:
+            while not state.blocks.grow(request, request.num_tokens):
+                self._make_room(request, state, admission)
+            del state.growing[request.request_id]
 
     @staticmethod
     def _make_room(request: Request, state: SchedulerState, admission: Admission) -> None:
