@@ -313,7 +313,7 @@ class Engine:
             await self._step(step.plan, step.result, max(step.since, self._step_ended))
 
     async def _give_up_in_flight(self) -> None:
-        """Have the steps in flight computed for nobody. Returns, however often cancelled, when they are done."""
+        """Have the steps in flight computed for nobody; returns when they are, however often cancelled."""
         results = [step.result for step in self._in_flight]
         self._in_flight.clear()
         for result in results:

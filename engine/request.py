@@ -130,8 +130,8 @@ class Request:
         "num_bypassed",
         "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",
         "num_lost_tokens",
-        "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
-        "num_tokens_in_flight", "num_tokens_max", "phase_s",
+        "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions", "num_prompt_tokens",
+        "num_recomputed_tokens", "num_tokens_in_flight", "num_tokens_max", "phase_s",
         "preempted_in_step", "request_id", "spec", "status", "token_ids",
     )  # fmt: skip
 

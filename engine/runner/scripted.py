@@ -11,6 +11,7 @@ import asyncio
 import codecs
 from collections.abc import Mapping, Sequence
 
+from engine.errors import InternalError
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -78,7 +79,10 @@ class ScriptedRunner:
         return self.run(plan)
 
     def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
-        """Hand in a plan; see ``PipelinedRunner``. Cancellation of the future: at once; it is not computed."""
+        """Hand in a plan; see ``PipelinedRunner``.
+
+        Cancellation of the future: at once; the plan is not computed.
+        """
         self._last = asyncio.get_running_loop().create_task(self._execute_after(self._last, plan))
         return self._last
 
@@ -91,12 +95,14 @@ class ScriptedRunner:
         """Nothing to release."""
 
     def run(self, plan: Plan) -> StepResult:
-        """Compute a plan on the spot."""
+        """Compute a plan on the spot. A request fails alone when it reads a slot nobody has written."""
         before, self._sampled = self._sampled, {}
         for grant in plan.grants:
             self._write(grant, before)
-        self._sampled = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
-        return StepResult(self._sampled)
+        found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
+        self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
+        failed = found.keys() - self._sampled.keys()
+        return StepResult(self._sampled, {i: InternalError("a slot was never written") for i in failed})
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -109,11 +115,12 @@ class ScriptedRunner:
         for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
-    def _sample(self, grant: Grant) -> int:
+    def _sample(self, grant: Grant) -> int | None:
         num_tokens = grant.start + grant.num_tokens
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
-        assert len(token_ids) == num_tokens, "a slot was read before it was written"
+        if len(token_ids) < num_tokens:
+            return None
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
 
 

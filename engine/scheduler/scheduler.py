@@ -217,8 +217,10 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
-        """Book what a step has computed. Plans are committed in their order, each once; one may be left out
-        when nobody it granted anything to is alive, or after ``LoseKv``.
+        """Book what a step has computed.
+
+        Plans are committed in their order, each once. One is left out after ``LoseKv``,
+        or when everybody it granted anything to was made to fail.
 
         Returns:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.

@@ -203,7 +203,7 @@ class Driver:
         return events
 
     def die(self, how):
-        """The runner dies ``in_step`` by itself, or is killed ``between`` two; or a step ``fails`` as a whole.
+        """The runner dies ``in_step`` by itself, or is killed ``between`` two; or a step ``fails``.
 
         At depth 1 a step is in flight ``between`` two, if anything runs.
         """
@@ -271,7 +271,9 @@ class Driver:
         """The runner computes what it was handed in, in that order."""
         for flight in list(self.flights)[:num_plans]:
             if flight.result is None:
-                self.noted["computed a token nobody knew"] += any(g.has_unknown_token for g in flight.plan.grants)
+                self.noted["computed a token nobody knew"] += any(
+                    g.has_unknown_token for g in flight.plan.grants
+                )
                 flight.result = self.runner.run(flight.plan)
 
     def land(self, failing: dict[str, VorrangError]):
@@ -289,7 +291,9 @@ class Driver:
         events = self.scheduler.commit(plan, result, self.now + 0.5)
         delivered = {e.request_id for e in events if isinstance(e, TokensSampled)}
         sampling = {grant.request_id for grant in plan.grants if grant.output_index is not None}
-        assert delivered == (sampling & alive) - result.failures.keys(), "delivered once, or its request ended"
+        assert delivered == (sampling & alive) - result.failures.keys(), (
+            "delivered once, or its request ended"
+        )
         self.noted["delivered to one without a seat"] += len(delivered & idle)
         self.noted["computed in vain"] += len(sampling - alive)
         self.book(events)
@@ -368,7 +372,10 @@ class Driver:
         """Whether the token in flight is its last one, as far as one can know without its id."""
         if not self.depth or not (num_to_come := self.num_outputs_to_come(request.request_id)):
             return False
-        seen, pool_tokens = self.seen_alive[request.request_id], self.blocks.num_blocks * self.blocks.block_size
+        seen, pool_tokens = (
+            self.seen_alive[request.request_id],
+            self.blocks.num_blocks * self.blocks.block_size,
+        )
         longest = min(seen.spec.sampling.max_tokens, pool_tokens + 1 - len(seen.spec.prompt_token_ids))
         return len(seen.tokens) + num_to_come >= longest
 

@@ -14,7 +14,6 @@ from engine.runner.scripted import next_token
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Plan, StepResult
 
-
 #: What is computed after a failure; no text holds it.
 GARBAGE = -1
 
