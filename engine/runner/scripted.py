@@ -59,6 +59,7 @@ class ScriptedRunner:
         self._step_s = step_s
         self._sampled: Mapping[RequestId, int] = {}
         self._last: asyncio.Future[StepResult] | None = None
+        self._free_at = 0.0
 
     @property
     def info(self) -> ModelInfo:
@@ -75,7 +76,7 @@ class ScriptedRunner:
 
         Cancellation: at once; nothing is in flight while it waits.
         """
-        await asyncio.sleep(self._step_s)
+        await self.pass_time(self._step_s)
         return self.run(plan)
 
     def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
@@ -83,13 +84,23 @@ class ScriptedRunner:
 
         Cancellation of the future: at once; the plan is not computed.
         """
-        self._last = asyncio.get_running_loop().create_task(self._execute_after(self._last, plan))
+        loop = asyncio.get_running_loop()
+        # The time of a step begins when the one before it is over, whatever the event loop does meanwhile.
+        self._free_at = max(loop.time(), self._free_at) + self._step_s
+        self._last = loop.create_task(self._in_turn(self._last, plan, self._free_at))
         return self._last
 
-    async def _execute_after(self, before: asyncio.Future[StepResult] | None, plan: Plan) -> StepResult:
+    async def _in_turn(
+        self, before: asyncio.Future[StepResult] | None, plan: Plan, done_at: float
+    ) -> StepResult:
         if before is not None:
             await asyncio.wait([before])
-        return await self.execute(plan)
+        await self.pass_time(max(0.0, done_at - asyncio.get_running_loop().time()))
+        return self.run(plan)
+
+    async def pass_time(self, time_s: float) -> None:
+        """Let the time of a step pass; tests may make more of it."""
+        await asyncio.sleep(time_s)
 
     async def close(self) -> None:
         """Nothing to release."""
