@@ -21,6 +21,7 @@ from engine.clock import Clock, MonotonicClock
 from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
 from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
 from engine.handle import RequestHandle
+from engine.in_flight import StepsInFlight
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, MortalRunner, PipelinedRunner, PoolShape, Runner, RunnerLost
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv
@@ -98,15 +99,6 @@ class _Resuming:
     num_recomputed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _StepInFlight:
-    """A plan that was handed in, and its result to come."""
-
-    plan: Plan
-    result: asyncio.Future[StepResult]
-    since: float
-
-
 class Engine:
     """Owns the scheduler and drives the runner. All methods are for the event loop's thread.
 
@@ -163,8 +155,9 @@ class Engine:
         self._num_losses = 0
         self._last_resume_s = 0.0
         self._resuming: _Resuming | None = None
-        self._pipelined = runner if pipeline_depth and isinstance(runner, PipelinedRunner) else None
-        self._in_flight: deque[_StepInFlight] = deque()
+        self._in_flight = (
+            StepsInFlight(runner) if pipeline_depth and isinstance(runner, PipelinedRunner) else None
+        )
         self._mortal = runner if isinstance(runner, MortalRunner) else None
         if self._mortal is not None:
             self._mortal.watch(self._wake.set)
@@ -182,7 +175,7 @@ class Engine:
     @property
     def pipeline_depth(self) -> int:
         """Steps that are planned ahead of the one that is computed; 0 where the runner can't take them."""
-        return int(self._pipelined is not None)
+        return int(self._in_flight is not None)
 
     @property
     def runner_pid(self) -> int | None:
@@ -279,56 +272,32 @@ class Engine:
                     continue
                 plan = self._scheduler.plan(self._clock.now())
                 self._dispatch(plan.events)
-                if plan.grants and self._pipelined is None:
+                if self._in_flight is not None and (plan.grants or self._in_flight):
+                    await self._overlap(plan, self._in_flight)
+                elif plan.grants:
                     await self._step(plan, self._runner.execute(plan), self._clock.now())
-                elif plan.grants or self._in_flight:
-                    await self._overlap(plan)
                 elif not self._commands:
                     await self._sleep()
                 self._heartbeat = self._clock.now()
         finally:
             self._draining = True
             try:
-                await self._give_up_in_flight()
+                if self._in_flight is not None:
+                    await self._in_flight.give_up()
             finally:
                 self._fail_all(Draining())
 
-    async def _overlap(self, plan: Plan) -> None:
+    async def _overlap(self, plan: Plan, in_flight: StepsInFlight) -> None:
         """Hand in a plan, then book the step before it, which was computed while this one was planned.
 
         Nothing is awaited after the first plan of all, and after a plan that grants
         nothing there is nothing to be overlapped with.
         """
-        assert self._pipelined is not None
         if plan.grants:
-            now = self._clock.now()
-            try:
-                result = self._pipelined.submit(plan)
-            except Exception as error:  # as if it had failed at once; the one before is awaited next
-                result = asyncio.get_running_loop().create_future()
-                result.set_exception(error)
-            self._in_flight.append(_StepInFlight(plan, result, now))
-        if len(self._in_flight) > 1 or not plan.grants:
-            step = self._in_flight.popleft()
+            in_flight.hand_in(plan, self._clock.now())
+        if len(in_flight) > 1 or not plan.grants:
+            step = in_flight.take_oldest()
             await self._step(step.plan, step.result, max(step.since, self._step_ended))
-
-    async def _give_up_in_flight(self) -> None:
-        """Have the steps in flight computed for nobody; returns when they are, however often cancelled."""
-        results = [step.result for step in self._in_flight]
-        self._in_flight.clear()
-        for result in results:
-            result.cancel()
-        was_cancelled = False
-        while not all(result.done() for result in results):
-            try:
-                await asyncio.wait(results)
-            except asyncio.CancelledError:
-                was_cancelled = True
-        for result in results:
-            if not result.cancelled():
-                result.exception()  # marks it as seen
-        if was_cancelled:
-            raise asyncio.CancelledError
 
     async def _step(self, plan: Plan, computed: Awaitable[StepResult], started: float) -> None:
         """Await what comes of a plan, and book it."""
@@ -363,7 +332,8 @@ class Engine:
 
         Cancellation: at once.
         """
-        await self._give_up_in_flight()
+        if self._in_flight is not None:
+            await self._in_flight.give_up()
         now = self._clock.now()
         self._num_losses += 1
         suspects = tuple(grant.request_id for grant in plan.grants) if plan and lost.step_begun else ()
