@@ -113,7 +113,7 @@ class ScriptedRunner:
         found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
         self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
         failed = found.keys() - self._sampled.keys()
-        return StepResult(self._sampled, {i: InternalError("a slot was never written") for i in failed})
+        return StepResult(self._sampled, {i: InternalError("unwritten-slot") for i in failed})
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)

@@ -37,12 +37,14 @@ resumes, by that step's tokens.
 It does not know what a runner is, nor why it should be kept busy.
 """
 
+from typing import cast
+
 from engine.request import Request, RequestStatus
 from engine.scheduler.plan import Grant, Plan
 from engine.scheduler.state import SchedulerState
 
 
-class StepsInFlight:
+class UncommittedPlans:
     """The plans that are not committed yet: the last one, and the one before it when there was a look ahead.
 
     Invariant (``check_integrity``): a request counts tokens or an output in flight
@@ -58,8 +60,7 @@ class StepsInFlight:
         if self._last is None:
             return
         assert self._before is None or not _holders(self._before), "more than one step is in flight"
-        for grant in self._last.grants:
-            state.look_ahead(grant)
+        state.look_ahead(cast("tuple[tuple[Request, int, int, object, int | None], ...]", self._last.grants))
         self._before, self._last = self._last, None
 
     def planned(self, plan: Plan) -> None:

@@ -6,14 +6,15 @@ plan, ``commit`` its result; the next plan may be made before that
 calls give the same plans.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
-from engine.scheduler.ahead import StepsInFlight
+from engine.scheduler.ahead import UncommittedPlans
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
@@ -26,6 +27,18 @@ from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
 
 _new_tuple = tuple.__new__  # a named tuple's own constructor takes twice the time
+
+#: A grant as its own members, which are read without a call.
+_Fields = tuple[Request, int, int, object, int | None]
+
+
+@dataclass(slots=True)
+class _Booked:
+    """What a commit has brought: events so far, who produced a token, whom its token may end."""
+
+    events: list[SchedulerEvent]
+    producers: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -43,7 +56,7 @@ class Scheduler:
         self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
-        self._in_flight = StepsInFlight()
+        self._uncommitted = UncommittedPlans()
         self._num_arrivals = 0
         self._step = 0
 
@@ -196,7 +209,7 @@ class Scheduler:
         )
         failed = [] if guilty is None else [state.fail(guilty, command.error, now)]
         lost = state.lose_kv(self._step, now)
-        self._in_flight.lose()
+        self._uncommitted.lose()
         return [*failed, *lost]
 
     def plan(self, now: float) -> Plan:
@@ -204,7 +217,7 @@ class Scheduler:
 
         The plan before need not be committed yet, the one before that must be.
         """
-        self._in_flight.look_ahead(self._state)
+        self._uncommitted.look_ahead(self._state)
         self._step += 1
         draft = StepDraft(self._step, now, self.config.max_step_tokens)
         for request_id in self._deadlines.expired(now, self._state.requests):
@@ -213,7 +226,7 @@ class Scheduler:
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
         plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
-        self._in_flight.planned(plan)
+        self._uncommitted.planned(plan)
         return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
@@ -225,17 +238,28 @@ class Scheduler:
         Returns:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
+        is_late = self._uncommitted.land(plan)
+        booked = _Booked(self._fail_rows(plan, result, now))
+        book = self._book_late if is_late else self._book
+        book(cast("Sequence[_Fields]", plan.grants), result.sampled, now, booked)
+        self.policy.produced(booked.producers)
+        if self._quarantine:
+            self._quarantine.release(plan, self._state)
+        for request in booked.ended:
+            booked.events.extend(self._end(request, now))
+        return booked.events
+
+    def _book(
+        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
+    ) -> None:
+        """What was granted by a plan that nobody looked ahead of."""
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        sampled, charges = result.sampled, self.policy.charges_outputs
-        is_late = self._in_flight.land(plan)
-        events = self._fail_rows(plan, result, now)
-        producers: list[Request] = []
-        ended: list[Request] = []
-        grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
+        events, charges = booked.events, self.policy.charges_outputs
         for grant in grants:
             request, start, num_tokens, _, output_index = grant
-            if is_late or request.status is not running:
-                self._land(cast("Grant", grant), sampled, is_late, now, events, producers, ended)
+            if request.status is not running:  # it ended, was preempted or parked meanwhile
+                state.look_ahead((grant,))
+                self._book_late((grant,), sampled, now, booked)
                 continue
             request.num_computed_tokens = num_computed = start + num_tokens
             if output_index is not None:
@@ -245,48 +269,40 @@ class Scheduler:
                     request.spend(now)  # the first output token ends the prefill
                 request.token_ids.append(token_id)
                 if charges:
-                    producers.append(request)
+                    booked.producers.append(request)
                 events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
-                    ended.append(request)
+                    booked.ended.append(request)
             if num_tokens > 1 or not output_index:
                 state.prefilled(request)
             elif not num_computed % block_size:
                 state.filled_block(request)
-        self.policy.produced(producers)
-        if self._quarantine:
-            self._quarantine.release(plan, state)
-        for request in ended:
-            events.extend(self._end(request, now))
-        return events
 
-    def _land(
-        self,
-        grant: Grant,
-        sampled: Mapping[RequestId, int],
-        is_late: bool,
-        now: float,
-        events: list[SchedulerEvent],
-        producers: list[Request],
-        ended: list[Request],
+    def _book_late(
+        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
     ) -> None:
-        """Book a grant that was looked ahead to, or whose request lost its seat meanwhile."""
-        request, output_index = cast("Request", grant.request), grant.output_index
-        if request.status is RequestStatus.FINISHED:
-            return
-        if not is_late:
-            self._state.look_ahead(grant)
-        if output_index is None:
-            self._state.land(grant, None)
-            return
-        token_id = sampled[request.request_id]
-        if not output_index:
-            request.spend(now)
-        self._state.land(grant, token_id)
-        events.append(TokensSampled(request.request_id, output_index, (token_id,)))
-        producers.append(request)
-        if request.num_tokens >= request.num_tokens_max or token_id in request.ending_token_ids:
-            ended.append(request)
+        """What was granted by a plan that was looked ahead of: where requests stand is known already."""
+        finished, charges = RequestStatus.FINISHED, self.policy.charges_outputs
+        for request, start, num_tokens, table, output_index in grants:
+            if request.status is finished:
+                continue  # computed in vain
+            if request.num_tokens_in_flight and table is request.block_table:
+                request.num_tokens_in_flight = 0
+                if num_tokens > 1 or not output_index:
+                    self.blocks.confirm(request, start + num_tokens)
+            if output_index is None:
+                continue
+            request_id = request.request_id
+            token_id = sampled[request_id]
+            if not output_index:
+                request.spend(now)
+            request.num_outputs_in_flight = 0
+            request.token_ids.append(token_id)
+            if charges:
+                booked.producers.append(request)
+            booked.events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
+            if start + num_tokens + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
+                booked.ended.append(request)
 
     def _fail_rows(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """End the requests whose own computation failed."""
@@ -302,7 +318,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
-        self._in_flight.check_integrity(self._state)
+        self._uncommitted.check_integrity(self._state)
 
     @staticmethod
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:

@@ -5,7 +5,7 @@ returns the event that tells of it.
 """
 
 from bisect import bisect_left, insort
-from typing import cast
+from collections.abc import Sequence
 
 from engine.errors import VorrangError
 from engine.events import Failed, Finished, Preempted, Resumed, SchedulerEvent, Started
@@ -14,7 +14,6 @@ from engine.request import FinishReason, PreemptReason, Request, RequestId, Requ
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.limits import QueueLimits
 from engine.scheduler.order import Policy
-from engine.scheduler.plan import Grant
 from engine.scheduler.starvation import StarvationWatch
 from kv.block_manager import BlockManager, PrefixHit
 
@@ -230,47 +229,32 @@ class SchedulerState:
         if request.num_tokens > len(request.block_table) * self.blocks.block_size:
             self.growing[request.request_id] = request
 
-    def look_ahead(self, grant: Grant) -> None:
-        """A step is computed that grants this: count what it will bring as there already.
+    def look_ahead(self, grants: "Sequence[tuple[Request, int, int, object, int | None]]") -> None:
+        """A step is computed that grants these: count what it will bring as there already.
 
         What of it must wait for the commit is said in ``engine.scheduler.ahead``.
         """
-        request, start, num_tokens, table, output_index = cast(
-            "tuple[Request, int, int, object, int | None]", grant
-        )
-        status = request.status
-        if status is RequestStatus.FINISHED:
-            return
-        if output_index is not None:
-            request.num_outputs_in_flight = 1
-        if table is not request.block_table:
-            return  # it was preempted: the token will count, its KV does not
-        request.num_computed_tokens = num_computed = start + num_tokens
-        request.num_tokens_in_flight = num_tokens
-        if status is not RequestStatus.RUNNING:
-            return  # it was parked
-        decoded = num_tokens == 1 and bool(output_index)
-        if request.is_ending:
-            (self.decoding if decoded else self.prefilling).remove(request)
-            self.ending.append(request)
-        elif not decoded:
-            if not request.is_prefilling:
-                self._begin_to_decode(request)
-        elif not num_computed % self.blocks.block_size:
-            self.filled_block(request)
-
-    def land(self, grant: Grant, token_id: int | None) -> None:
-        """A step that was looked ahead to has computed this, and sampled ``token_id`` if it samples."""
-        request, start, num_tokens, table, output_index = cast(
-            "tuple[Request, int, int, object, int | None]", grant
-        )
-        if table is request.block_table and request.num_tokens_in_flight:
-            request.num_tokens_in_flight = 0
-            if num_tokens > 1 or not output_index:
-                self.blocks.confirm(request, start + num_tokens)
-        if token_id is not None:
-            request.num_outputs_in_flight = 0
-            request.token_ids.append(token_id)
+        finished, running, block_size = RequestStatus.FINISHED, RequestStatus.RUNNING, self.blocks.block_size
+        for request, start, num_tokens, table, output_index in grants:
+            if request.status is finished:
+                continue
+            if output_index is not None:
+                request.num_outputs_in_flight = 1
+            if table is not request.block_table:
+                continue  # it was preempted: the token will count, its KV does not
+            request.num_computed_tokens = num_computed = start + num_tokens
+            request.num_tokens_in_flight = num_tokens
+            if request.status is not running:
+                continue  # it was parked
+            decoded = num_tokens == 1 and output_index
+            if num_computed + 1 >= request.num_tokens_max and request.is_ending:
+                (self.decoding if decoded else self.prefilling).remove(request)
+                self.ending.append(request)
+            elif not decoded:
+                if not request.is_prefilling:
+                    self._begin_to_decode(request)
+            elif not num_computed % block_size:
+                self.filled_block(request)
 
     def running_from(self, urgency: int) -> list[Request]:
         """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
