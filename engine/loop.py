@@ -1,8 +1,10 @@
 """The engine loop: before every forward pass, decide the batch anew.
 
 One task owns the scheduler. Everybody else talks to it through an inbox that is
-drained before each step, ends first. The model computes off the event loop; no
-other await lies between two steps, so a command takes effect within one step.
+drained before each plan, ends first. The model computes off the event loop; no
+other await lies between two plans, so a command takes effect in the next plan: within
+one step, or one step later when plans are made while the step before is computed
+(``pipeline_depth`` 1, see ``engine.scheduler.ahead``).
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import contextlib
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 import structlog
@@ -19,12 +21,13 @@ from engine.clock import Clock, MonotonicClock
 from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
 from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
 from engine.handle import RequestHandle
+from engine.in_flight import StepsInFlight
 from engine.request import FinishReason, RequestId, RequestSpec
-from engine.runner.base import ModelInfo, MortalRunner, PoolShape, Runner, RunnerLost
+from engine.runner.base import ModelInfo, MortalRunner, PipelinedRunner, PoolShape, Runner, RunnerLost
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
-from engine.scheduler.plan import Plan
+from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.text import OutputText, Tokenizer
 from kv.block_manager import BlockManager
@@ -107,6 +110,8 @@ class Engine:
         max_buffered_tokens: output tokens that may wait for a reader before its request fails.
         check_integrity: recount everything after every step (tests).
         decisions: is told of every call that drives the scheduler; None = nobody is.
+        pipeline_depth: 1 = plan the next step, and deliver the last one's tokens, while a step is
+            computed; a runner that is no ``PipelinedRunner`` gets one plan at a time all the same.
     """
 
     def __init__(
@@ -119,7 +124,9 @@ class Engine:
         max_buffered_tokens: int = 8192,
         check_integrity: bool = False,
         decisions: DecisionSink | None = None,
+        pipeline_depth: int = 0,
     ) -> None:
+        assert pipeline_depth in (0, 1)
         context = min(config.max_context_tokens, runner.info.context_tokens)
         self.config = dataclasses.replace(config, max_context_tokens=context)
         self.tokenizer = tokenizer
@@ -142,11 +149,15 @@ class Engine:
         self._num_steps = 0
         self._num_preemptions = 0
         self._last_step_s = 0.0
+        self._step_ended = 0.0
         self._heartbeat = self._clock.now()
         self._idle = True
         self._num_losses = 0
         self._last_resume_s = 0.0
         self._resuming: _Resuming | None = None
+        self._in_flight = (
+            StepsInFlight(runner) if pipeline_depth and isinstance(runner, PipelinedRunner) else None
+        )
         self._mortal = runner if isinstance(runner, MortalRunner) else None
         if self._mortal is not None:
             self._mortal.watch(self._wake.set)
@@ -160,6 +171,11 @@ class Engine:
     def pool(self) -> PoolShape:
         """Size of the KV pool."""
         return self._runner.pool
+
+    @property
+    def pipeline_depth(self) -> int:
+        """Steps that are planned ahead of the one that is computed; 0 where the runner can't take them."""
+        return int(self._in_flight is not None)
 
     @property
     def runner_pid(self) -> int | None:
@@ -256,19 +272,37 @@ class Engine:
                     continue
                 plan = self._scheduler.plan(self._clock.now())
                 self._dispatch(plan.events)
-                if plan.grants:
-                    await self._step(plan)
+                if self._in_flight is not None and (plan.grants or self._in_flight):
+                    await self._overlap(plan, self._in_flight)
+                elif plan.grants:
+                    await self._step(plan, self._runner.execute(plan), self._clock.now())
                 elif not self._commands:
                     await self._sleep()
                 self._heartbeat = self._clock.now()
         finally:
             self._draining = True
-            self._fail_all(Draining())
+            try:
+                if self._in_flight is not None:
+                    await self._in_flight.give_up()
+            finally:
+                self._fail_all(Draining())
 
-    async def _step(self, plan: Plan) -> None:
-        started = self._clock.now()
+    async def _overlap(self, plan: Plan, in_flight: StepsInFlight) -> None:
+        """Hand in a plan, then book the step before it, which was computed while this one was planned.
+
+        Nothing is awaited after the first plan of all, and after a plan that grants
+        nothing there is nothing to be overlapped with.
+        """
+        if plan.grants:
+            in_flight.hand_in(plan, self._clock.now())
+        if len(in_flight) > 1 or not plan.grants:
+            step = in_flight.take_oldest()
+            await self._step(step.plan, step.result, max(step.since, self._step_ended))
+
+    async def _step(self, plan: Plan, computed: Awaitable[StepResult], started: float) -> None:
+        """Await what comes of a plan, and book it."""
         try:
-            result = await self._runner.execute(plan)
+            result = await computed
         except RunnerLost as lost:
             await self._recover(lost, plan)
             return
@@ -277,7 +311,7 @@ class Engine:
             return
         now = self._clock.now()
         self._num_steps += 1
-        self._last_step_s = now - started
+        self._last_step_s, self._step_ended = now - started, now
         self._dispatch(self._scheduler.commit(plan, result, now))
         if self._resuming is not None:
             self._resumed(self._resuming, now)
@@ -285,7 +319,7 @@ class Engine:
             self._scheduler.check_integrity()
 
     async def _recover(self, lost: RunnerLost, plan: Plan | None = None) -> None:
-        """All KV is gone: have it computed again once somebody can.
+        """All KV is gone, and every step in flight with it: have it computed again once somebody can.
 
         Commands are obeyed and deadlines kept meanwhile.
 
@@ -298,6 +332,8 @@ class Engine:
 
         Cancellation: at once.
         """
+        if self._in_flight is not None:
+            await self._in_flight.give_up()
         now = self._clock.now()
         self._num_losses += 1
         suspects = tuple(grant.request_id for grant in plan.grants) if plan and lost.step_begun else ()

@@ -107,7 +107,9 @@ class Request:
         block_table: blocks it holds, in order; a new list whenever it gets or loses them.
         num_confirmed_blocks: how many of them can be found by others.
         arrival_seq: order of arrival; kept across preemptions (seniority).
-        num_computed_tokens: tokens whose KV is in the pool.
+        num_computed_tokens: tokens whose KV is in the pool, or will be after the step in flight.
+        num_tokens_in_flight: how many of these that step computes; counted only once the next one is planned.
+        num_outputs_in_flight: 1 while that step samples a token of it, counted likewise; else 0.
         num_preemptions: times it was made to give way; too many, and it is admitted for good.
         num_kv_losses: times it lost its blocks with the whole pool, which is nobody's claim on it.
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
@@ -128,8 +130,8 @@ class Request:
         "num_bypassed",
         "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",
         "num_lost_tokens",
-        "num_outputs_at_resume", "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens",
-        "num_tokens_max", "phase_s",
+        "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions", "num_prompt_tokens",
+        "num_recomputed_tokens", "num_tokens_in_flight", "num_tokens_max", "phase_s",
         "preempted_in_step", "request_id", "spec", "status", "token_ids",
     )  # fmt: skip
 
@@ -148,6 +150,8 @@ class Request:
         self.num_prompt_tokens = len(spec.prompt_token_ids)
         self.num_tokens_max = self.max_known_tokens
         self.num_computed_tokens = 0
+        self.num_tokens_in_flight = 0
+        self.num_outputs_in_flight = 0
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
         self.num_recomputed_tokens = 0
@@ -167,18 +171,28 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt + output tokens known so far."""
-        return len(self.token_ids)
+        """Prompt + output tokens so far, one in flight included."""
+        return len(self.token_ids) + self.num_outputs_in_flight
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens so far."""
+        """Output tokens known so far."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_missing_tokens(self) -> int:
-        """Known tokens not yet computed; 1 while decoding."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens not yet computed; 1 while decoding."""
+        return len(self.token_ids) + self.num_outputs_in_flight - self.num_computed_tokens
+
+    @property
+    def num_committed_tokens(self) -> int:
+        """Tokens whose KV is certainly in the pool: no step in flight need succeed for it."""
+        return self.num_computed_tokens - self.num_tokens_in_flight
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the token in flight is its last one, whatever it is; then nothing is left to compute."""
+        return self.num_outputs_in_flight > 0 and len(self.token_ids) + 1 >= self.num_tokens_max
 
     @property
     def max_known_tokens(self) -> int:
@@ -188,7 +202,7 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed; a decode misses its last output token alone."""
-        num_tokens = len(self.token_ids)
+        num_tokens = len(self.token_ids) + self.num_outputs_in_flight
         return num_tokens - self.num_computed_tokens > 1 or num_tokens == self.num_prompt_tokens
 
     @property

@@ -198,6 +198,7 @@ class App:
             max_buffered_tokens=self._settings.engine.max_buffered_tokens,
             check_integrity=self._check_integrity,
             decisions=self._decisions,
+            pipeline_depth=self._settings.engine.pipeline_depth,
         )
         self.backend.set_engine(engine)
         gc.collect()

@@ -98,6 +98,10 @@ RunnerOption = Annotated[
     RunnerName | None,
     typer.Option(help="Where it computes: its own process, or a thread.", rich_help_panel=_MODEL),
 ]
+PipelineDepth = Annotated[
+    int | None,
+    typer.Option(help="Steps planned ahead of the one computed: 0 or 1.", rich_help_panel=_MODEL),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of a step.", rich_help_panel=_MODEL)]
 WeightsOption = Annotated[
     WeightsName | None,
@@ -131,6 +135,7 @@ def serve(
     model: Model = None,
     model_name: ModelName = None,
     runner: RunnerOption = None,
+    pipeline_depth: PipelineDepth = None,
     threads: Threads = None,
     weights: WeightsOption = None,
     kernels: KernelsOption = None,
@@ -156,6 +161,7 @@ def serve(
             "model.name": model_name,
             "model.weights": weights and weights.value,
             "engine.runner": runner and runner.value,
+            "engine.pipeline_depth": pipeline_depth,
             "engine.threads": threads,
             "engine.kernels": kernels and kernels.value,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,

@@ -115,6 +115,8 @@ class EngineSection(BaseModel):
         runner_step_s_max: seconds a step may take in it, whatever signs of life there are.
         runner_start_s_max: seconds loading may take in it.
         runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
+        pipeline_depth: steps that are planned ahead of the one being computed: 0, or 1, which hides the
+            time that planning and delivery take, and lets commands take effect one step later.
         threads: threads a step may use; None = one per physical core.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
         max_buffered_tokens: output tokens held for a client that does not read.
@@ -130,6 +132,7 @@ class EngineSection(BaseModel):
     runner_step_s_max: float = Field(default=120.0, gt=0)
     runner_start_s_max: float = Field(default=600.0, gt=0)
     runner_max_restarts: int = Field(default=8, ge=0)
+    pipeline_depth: int = Field(default=0, ge=0, le=1)
     threads: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "cpu", "reference"] = "auto"
     max_buffered_tokens: int = Field(default=8192, ge=1)

@@ -89,6 +89,32 @@ class Runner(Protocol):
         ...
 
 
+@runtime_checkable
+class PipelinedRunner(Runner, Protocol):
+    """A runner that takes the next plan while it computes one; any other gets one plan at a time."""
+
+    def submit(self, plan: Plan) -> "asyncio.Future[StepResult]":
+        """Hand in a plan; at most ``MAX_STEPS_IN_FLIGHT`` may be unanswered.
+
+        Plans are computed, and answered, in the order in which they are handed in. A
+        token that a grant does not know (``Grant.has_unknown_token``) is what the plan
+        handed in before sampled for that request. If that one failed, it is any id:
+        the request has failed too, and nobody looks at what comes of it.
+
+        Returns:
+            The result, later; or what ``execute`` raises. A loss of the runner is the
+            outcome of every plan it leaves unanswered, and ``step_begun`` is set for
+            the one that was being computed.
+
+        Cancellation of the future: as for ``execute``; it is done only then.
+        """
+        ...
+
+
+#: Plans that a pipelined runner may have unanswered: the one it computes and the next.
+MAX_STEPS_IN_FLIGHT = 2
+
+
 class RunnerDead(Exception):
     """What computes is gone for good; the message says why it could not be brought back."""
 
@@ -96,7 +122,7 @@ class RunnerDead(Exception):
 class RunnerLost(Exception):
     """What computes is gone, and all KV with it; a new one is on its way.
 
-    The step in flight counts as never made. Nothing may be computed before
+    Steps in flight count as never made. Nothing may be computed before
     ``recovery`` is done.
 
     Args:

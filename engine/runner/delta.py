@@ -5,11 +5,14 @@ token ids, block table) is told once, then only what was added. ``PlanEncoder`` 
 ``PlanDecoder`` are the two ends; both are pure. What an encoder knows of its
 decoder is lost when the far end dies: take a fresh one.
 
+A token that is still being sampled by the plan before (``Grant.has_unknown_token``) is
+never told: the decoder is told of samples where they are made, and appends its own.
+
 Border: tokens of a request are only ever appended; a block table grows at its end
 or is another list.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from engine.request import RequestId
 from engine.sampling import SamplingParams
@@ -17,6 +20,9 @@ from engine.scheduler.plan import Grant, Plan
 
 #: Plans after which requests that were not granted anything meanwhile are forgotten.
 SWEEP_PLANS = 64
+
+#: Stands in for a token that was never sampled, because its step or its row failed. Any id will do.
+ANY_TOKEN_ID = 0
 
 #: key, id, parameters, ending ids
 Introduction = tuple[int, RequestId, SamplingParams, frozenset[int]]
@@ -66,7 +72,8 @@ class PlanEncoder:
             told.plan = self._num_plans
             token_ids = request.token_ids
             new_tokens = token_ids[told.num_tokens :]
-            told.num_tokens = len(token_ids)
+            num_known, end = len(token_ids), start + num_tokens
+            told.num_tokens = num_known if num_known >= end else end  # the decoder adds what is unknown
             kept = told.num_blocks if table is told.block_table else 0
             new_blocks = table[kept:] if len(table) > kept else _NOTHING
             told.block_table, told.num_blocks = table, len(table)
@@ -102,14 +109,20 @@ class PlanDecoder:
 
     def __init__(self) -> None:
         self._known: dict[int, KnownRequest] = {}
+        self._sampled: Mapping[RequestId, int] = {}
 
     @property
     def num_known(self) -> int:
         """Requests it remembers."""
         return len(self._known)
 
+    def sampled(self, sampled: Mapping[RequestId, int]) -> None:
+        """What the plan that was decoded last has sampled; call it before the next one is decoded."""
+        self._sampled = sampled
+
     def decode(self, delta: PlanDelta) -> Plan:
-        """The plan, as far as a runner may look at it: step and grants."""
+        """The plan, as far as a runner may look at it: step and grants. All its tokens are known."""
+        before, self._sampled = self._sampled, {}
         step, gone, introductions, rows = delta
         known = self._known
         for key in gone:
@@ -120,6 +133,8 @@ class PlanDecoder:
         for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
+            if len(request.token_ids) < start + num_tokens:
+                request.token_ids.append(before.get(request.request_id, ANY_TOKEN_ID))
             if kept:
                 request.block_table.extend(new_blocks)
             else:

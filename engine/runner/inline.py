@@ -4,6 +4,7 @@ import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.runner.base import ModelInfo, PoolShape, StepModel
+from engine.runner.delta import PlanDecoder, PlanDelta, PlanEncoder
 from engine.scheduler.plan import Plan, StepResult
 
 
@@ -11,7 +12,9 @@ class InlineRunner:
     """Runs a ``StepModel`` on a thread of its own, off the event loop.
 
     Steps are computed one at a time, in the order of the calls, always by the
-    same thread.
+    same thread. A ``PipelinedRunner``: what is handed in by ``submit`` reaches the
+    thread as differences, as it would another process, since the scheduler goes on
+    writing into requests while they are computed.
 
     Args:
         model: what computes.
@@ -20,6 +23,7 @@ class InlineRunner:
     def __init__(self, model: StepModel) -> None:
         self._model = model
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-step")
+        self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
 
     @property
     def info(self) -> ModelInfo:
@@ -42,12 +46,29 @@ class InlineRunner:
         however often it is cancelled; the result is lost. A step that has not
         begun is computed nevertheless.
         """
-        future = asyncio.get_running_loop().run_in_executor(self._executor, self._model.run, plan)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            await _settle(future)
-            raise
+        return await _outcome(
+            asyncio.get_running_loop().run_in_executor(self._executor, self._model.run, plan)
+        )
+
+    def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
+        """Hand in a plan; see ``PipelinedRunner``.
+
+        Raises:
+            RuntimeError: the runner is closed.
+
+        Cancellation of the future: as for ``execute``; at once while the event loop has
+        not come round to it, and then ``close`` alone waits for the computation.
+        """
+        loop = asyncio.get_running_loop()
+        delta = self._encoder.encode(plan)
+        return loop.create_task(_outcome(loop.run_in_executor(self._executor, self._run, delta)))
+
+    def _run(self, delta: PlanDelta) -> StepResult:
+        """On the thread."""
+        plan = self._decoder.decode(delta)
+        result = self._model.run(plan)
+        self._decoder.sampled(result.sampled)
+        return result
 
     async def close(self) -> None:
         """Wait for the step in flight and end the thread. May be called twice.
@@ -55,6 +76,14 @@ class InlineRunner:
         Cancellation: returns at once; the thread ends after the step in flight.
         """
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+
+async def _outcome(future: asyncio.Future[StepResult]) -> StepResult:
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        await _settle(future)
+        raise
 
 
 async def _settle(future: asyncio.Future[StepResult]) -> None:

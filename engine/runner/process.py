@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
@@ -16,7 +17,7 @@ import structlog
 
 from engine.errors import InternalError, VorrangError
 from engine.request import RequestId
-from engine.runner.base import ModelInfo, PoolShape, RunnerDead, RunnerLost
+from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
 from engine.runner.channel import RESULT, Message, PackedError, unpack_error
 from engine.runner.child import Child, Death, RunnerLimits
 from engine.runner.sources import ModelSource
@@ -45,14 +46,16 @@ class RunnerStatistics:
 
 @dataclass(slots=True)
 class _Step:
-    """The step in flight."""
+    """A step that the process has not answered."""
 
     plan: Plan
     result: asyncio.Future[StepResult]
 
 
 class ProcessRunner:
-    """A ``MortalRunner``: computes in a process of its own, and starts another one when that dies or hangs.
+    """Computes in a process of its own, and starts another one when that dies or hangs.
+
+    A ``MortalRunner`` and a ``PipelinedRunner``: the next plan waits in the socket while one is computed.
 
     Made by ``start``, inside an event loop; ``close`` must follow. All methods are
     for that loop's thread, which must live as long as the runner.
@@ -67,7 +70,7 @@ class ProcessRunner:
         self._loop = asyncio.get_running_loop()
         self._child: Child | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._step: _Step | None = None
+        self._steps: deque[_Step] = deque()  # unanswered, oldest first; some may be given up
         self._loss: RunnerLost | None = None
         self._recovery: asyncio.Future[None] = self._loop.create_future()
         self._recovery.set_result(None)
@@ -136,17 +139,22 @@ class ProcessRunner:
         Cancellation: at once. The process computes the step nevertheless, before
         any later one; its result is lost.
         """
-        if (loss := self.take_loss()) is not None:
-            raise loss
-        if self._child is None:
-            raise self._new_loss()
-        assert self._step is None, "one step at a time"
-        step = self._step = _Step(plan, self._loop.create_future())
-        try:
-            self._child.send(plan)
-            return await step.result
-        finally:
-            self._step = None
+        return await self.submit(plan)
+
+    def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
+        """Hand in a plan; see ``PipelinedRunner``. Cancellation of the future: as for ``execute``."""
+        result: asyncio.Future[StepResult] = self._loop.create_future()
+        loss = self.take_loss()
+        if loss is None and self._child is None:
+            loss = self._new_loss()
+        if loss is not None:
+            result.set_exception(loss)
+            return result
+        assert self._child is not None
+        assert sum(not step.result.done() for step in self._steps) < MAX_STEPS_IN_FLIGHT
+        self._steps.append(_Step(plan, result))
+        self._child.send(plan)
+        return result
 
     async def close(self) -> None:
         """End the process. May be called twice.
@@ -163,8 +171,9 @@ class ProcessRunner:
 
     def _received(self, message: Message) -> None:
         kind, step_number = message[0], message[1]
-        step = self._step
-        if step is None or step.plan.step != step_number or step.result.done():
+        step = self._steps.popleft()
+        assert step.plan.step == step_number, "plans are answered in their order"
+        if step.result.done():
             return  # whoever wanted it was cancelled
         self._num_in_a_row = 0
         if kind == RESULT:
@@ -183,7 +192,7 @@ class ProcessRunner:
             self._child = None
             pid = child.pid
             self._last_death = await child.end()
-            log.error("runner.died", pid=pid, cause=self._last_death.cause, step_begun=self._step is not None)
+            log.error("runner.died", pid=pid, cause=self._last_death.cause, step_begun=bool(self._steps))
             self._tell_of_loss()
             try:
                 child = self._child = await self._another()
@@ -220,12 +229,18 @@ class ProcessRunner:
                 log.error("runner.start_failed", attempt=self._num_in_a_row, exc_info=error)
 
     def _tell_of_loss(self) -> None:
-        loss = self._new_loss()
-        if self._step is not None and not self._step.result.done():
-            loss.step_begun = True
-            self._step.result.set_exception(loss)
-        else:
-            self._loss = loss
+        """Every plan that is still wanted is lost; the process died of the oldest one it had, if of any."""
+        is_oldest, is_told = True, False
+        while self._steps:
+            step = self._steps.popleft()
+            if not step.result.done():
+                loss = self._new_loss()
+                loss.step_begun = is_oldest
+                step.result.set_exception(loss)
+                is_told = True
+            is_oldest = False
+        if not is_told:
+            self._loss = self._new_loss()
             self._tell()
 
     def _new_loss(self) -> RunnerLost:

@@ -9,8 +9,10 @@ changes the output.
 
 import asyncio
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from engine.errors import InternalError
+from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
@@ -55,6 +57,9 @@ class ScriptedRunner:
         self._pool = PoolShape(num_blocks, block_size)
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
         self._step_s = step_s
+        self._sampled: Mapping[RequestId, int] = {}
+        self._last: asyncio.Future[StepResult] | None = None
+        self._free_at = 0.0
 
     @property
     def info(self) -> ModelInfo:
@@ -71,31 +76,62 @@ class ScriptedRunner:
 
         Cancellation: at once; nothing is in flight while it waits.
         """
-        await asyncio.sleep(self._step_s)
+        await self.pass_time(self._step_s)
         return self.run(plan)
+
+    def submit(self, plan: Plan) -> asyncio.Future[StepResult]:
+        """Hand in a plan; see ``PipelinedRunner``.
+
+        Cancellation of the future: at once; the plan is not computed.
+        """
+        loop = asyncio.get_running_loop()
+        # The time of a step begins when the one before it is over, whatever the event loop does meanwhile.
+        self._free_at = max(loop.time(), self._free_at) + self._step_s
+        self._last = loop.create_task(self._in_turn(self._last, plan, self._free_at))
+        return self._last
+
+    async def _in_turn(
+        self, before: asyncio.Future[StepResult] | None, plan: Plan, done_at: float
+    ) -> StepResult:
+        if before is not None:
+            await asyncio.wait([before])
+        await self.pass_time(max(0.0, done_at - asyncio.get_running_loop().time()))
+        return self.run(plan)
+
+    async def pass_time(self, time_s: float) -> None:
+        """Let the time of a step pass; tests may make more of it."""
+        await asyncio.sleep(time_s)
 
     async def close(self) -> None:
         """Nothing to release."""
 
     def run(self, plan: Plan) -> StepResult:
-        """Compute a plan on the spot."""
+        """Compute a plan on the spot. A request fails alone when it reads a slot nobody has written."""
+        before, self._sampled = self._sampled, {}
         for grant in plan.grants:
-            self._write(grant)
-        return StepResult({g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None})
+            self._write(grant, before)
+        found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
+        self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
+        failed = found.keys() - self._sampled.keys()
+        return StepResult(self._sampled, {i: InternalError("unwritten-slot") for i in failed})
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
         return block_table[block] * self._pool.block_size + offset
 
-    def _write(self, grant: Grant) -> None:
-        for position, token_id in enumerate(grant.token_ids, start=grant.start):
+    def _write(self, grant: Grant, before: Mapping[RequestId, int]) -> None:
+        token_ids = list(grant.token_ids)
+        if len(token_ids) < grant.num_tokens:  # the step before has sampled it, unless that failed
+            token_ids.append(before.get(grant.request_id, EOS_TOKEN_ID))
+        for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
-    def _sample(self, grant: Grant) -> int:
+    def _sample(self, grant: Grant) -> int | None:
         num_tokens = grant.start + grant.num_tokens
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
-        assert len(token_ids) == num_tokens, "a slot was read before it was written"
+        if len(token_ids) < num_tokens:
+            return None
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
 
 

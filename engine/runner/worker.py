@@ -1,6 +1,7 @@
 """The process that computes: ``python -m engine.runner.worker FD PARENT_PID``.
 
-Loads a model, then answers one plan at a time on its main thread. A side thread
+Loads a model, then answers one plan at a time on its main thread; the next one may
+wait in the socket meanwhile. A side thread
 gives signs of life meanwhile, so that a long step can be told from a stopped
 process. It decides nothing, ignores signals meant for the server, and ends when
 the server does: the kernel kills it, and the socket's end tells it.
@@ -67,7 +68,7 @@ def _serve(channel: BlockingChannel) -> None:
     decoder = PlanDecoder()
     while (message := channel.receive()) is not None:
         plan = decoder.decode(message[1])
-        channel.send(_outcome(model, plan))
+        channel.send(_outcome(model, plan, decoder))
     _exit()  # threads of libraries are not waited for
 
 
@@ -78,9 +79,11 @@ def _give_back_memory() -> None:
         trim(0)
 
 
-def _outcome(model: StepModel, plan: Plan) -> tuple[Any, ...]:
+def _outcome(model: StepModel, plan: Plan, decoder: PlanDecoder) -> tuple[Any, ...]:
     try:
-        return _packed(plan, model.run(plan))
+        result = model.run(plan)
+        decoder.sampled(result.sampled)
+        return _packed(plan, result)
     except Exception as error:
         return STEP_FAILED, plan.step, pack_error(error)
 

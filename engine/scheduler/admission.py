@@ -75,6 +75,8 @@ class Admission:
         """
         if request.preempted_in_step == self._draft.step:
             return Gate.JUST_PREEMPTED
+        if request.is_ending:
+            return Gate.IN_FLIGHT
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
         hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
         if (
@@ -122,13 +124,12 @@ class Admission:
         if prefill.status is not RequestStatus.RUNNING:
             return False
         shared_tokens = hit.num_tokens + num_blocks * self._blocks.block_size
-        num_missing = shared_tokens - prefill.num_computed_tokens
-        if num_missing < self._config.prefix_wait_tokens:
-            return False
+        if shared_tokens - prefill.num_committed_tokens < self._config.prefix_wait_tokens:
+            return False  # what is in flight can't be found yet, so it is waited for like the rest
         inherited = self._state.inherited
         urgency = min(self._policy.urgency(request), inherited.get(prefill, self._policy.urgency(prefill)))
         inherited[prefill] = urgency
-        num_missing -= self._draft.granted.get(prefill, 0)
+        num_missing = shared_tokens - prefill.num_computed_tokens - self._draft.granted.get(prefill, 0)
         if num_missing > 0:
             self._draft.grant_chunk(prefill, self._config.max_chunk_tokens, num_missing)
         return True
@@ -161,7 +162,7 @@ class Admission:
         """
         growing = self._state.growing
         for request in sorted(growing.values(), key=self._policy.key):
-            if request.request_id in growing and self._blocks.grow(request):
+            if request.request_id in growing and self._blocks.grow(request, request.num_tokens):
                 del growing[request.request_id]
             elif request.request_id in growing:
                 self._make_room_to_grow(request)
@@ -171,7 +172,7 @@ class Admission:
         for victim in victims or [request]:
             self.preempt(victim, PreemptReason.GROWTH, request if victim is not request else None)
         if victims:
-            grown = self._blocks.grow(request)
+            grown = self._blocks.grow(request, request.num_tokens)
             assert grown, "the victims promised a block"
             del self._state.growing[request.request_id]
 
@@ -287,7 +288,7 @@ class Admission:
             policy=self._policy,
         )
         if victims is None:
-            equals_first = self._state.running_from(urgency)
-            behind = equals_first[equals_first.index(request) + 1 :]
+            key = self._policy.key  # it may have been lent an urgency, and not stand among its equals
+            behind = [r for r in self._state.running_from(urgency) if key(r) > key(request)]
             victims = choose_latest([r for r in behind if not r.holds_all], blocks=self._blocks)
         return victims

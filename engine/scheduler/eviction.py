@@ -48,6 +48,8 @@ def choose_victims(
     def cost(request: Request) -> tuple[bool, float, int, int]:
         num_shared = blocks.num_shared_prefix_blocks(request, keep)
         lost = max(0, request.num_computed_tokens - num_shared * blocks.block_size)
+        if request.is_ending:
+            lost = 0  # it need not compute anything again
         price = float(lost)
         if num_blocks > 0:
             gain = len(request.block_table) - num_shared

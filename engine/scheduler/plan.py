@@ -17,7 +17,7 @@ class Granted(Protocol):
     """What a runner may know of a request. Nothing of it changes while the step is computed.
 
     Attributes:
-        token_ids: prompt + output, append-only.
+        token_ids: prompt + output, append-only; it alone may get a token meanwhile, from the step before.
     """
 
     token_ids: list[int]
@@ -59,6 +59,10 @@ class Grant(NamedTuple):
             the last granted one. A live view: valid until the plan is committed.
         output_index: index of the output token to sample after the last granted
             token, or None when known tokens remain to be computed (mid-prefill).
+
+    A plan that is made while the step before is computed may grant a token that nobody
+    knows yet: the last one, which that step samples for the same request
+    (``has_unknown_token``). Whoever computes both takes it from its own sample.
     """
 
     request: Granted
@@ -74,8 +78,13 @@ class Grant(NamedTuple):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """Ids to compute, at positions ``start ..``."""
+        """Ids to compute, at positions ``start ..``; the last one is missing while it is unknown."""
         return self.request.token_ids[self.start : self.start + self.num_tokens]
+
+    @property
+    def has_unknown_token(self) -> bool:
+        """Whether the last id is still being sampled, by the step before."""
+        return self.start + self.num_tokens > len(self.request.token_ids)
 
     @property
     def sampling(self) -> SamplingParams:

@@ -60,6 +60,8 @@ class PrefillPass:
         for request in starved:
             if num_prefilling == 0 and num_seats <= 0:
                 return
+            if request.is_ending:
+                continue  # it needs nothing more
             if request.status is RequestStatus.RUNNING:
                 if request.is_prefilling:
                     num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)
@@ -109,7 +111,7 @@ class PrefillPass:
             return all(misfit.num_bypassed < self._config.max_bypass for misfit in misfits.values())
         if self._draft.gate is None:
             self._draft.gate = gate
-        if gate not in (Gate.BLOCKS, Gate.WATERMARK, Gate.PREFIX):
+        if gate not in (Gate.BLOCKS, Gate.WATERMARK, Gate.PREFIX, Gate.IN_FLIGHT):
             return False  # seats and budget are not to be had for whoever comes later, either
         misfits[request.request_id] = request
         num_max = MAX_PREFIX_WAITERS if gate is Gate.PREFIX else MAX_SCAN

@@ -176,7 +176,7 @@ class PrefillFirst:
         """A step of decodes; if their blocks run out, some are retracted first."""
         retracted = self._retract(state, admission)
         for request in state.growing.values():
-            grown = state.blocks.grow(request)
+            grown = state.blocks.grow(request, request.num_tokens)
             assert grown, "retraction promised the blocks"
         state.growing.clear()
         grant_decodes(state, draft)

@@ -74,7 +74,7 @@ class Quarantine:
         for request in requests:
             suspect = self._suspects.setdefault(request.request_id, _Suspect(0, 0))
             suspect.weight += _WEIGHT_FROM_OUTSIDE if from_outside else _WEIGHT_BY_ITSELF
-            suspect.num_tokens = request.num_tokens
+            suspect.num_tokens = len(request.token_ids)  # one in flight is lost
             if alone and suspect.weight >= _GUILTY_FROM:
                 return request
         return None
@@ -86,7 +86,7 @@ class Quarantine:
             if suspect is None:
                 continue
             request = state.requests.get(grant.request_id)
-            if request is None or request.num_computed_tokens >= suspect.num_tokens:
+            if request is None or request.num_committed_tokens >= suspect.num_tokens:
                 del self._suspects[grant.request_id]
 
     def fill(self, state: SchedulerState, draft: StepDraft) -> bool:
@@ -111,6 +111,7 @@ class Quarantine:
     def _serve(self, request: Request, state: SchedulerState, draft: StepDraft, admission: Admission) -> None:
         while request.status is not RequestStatus.RUNNING and admission.try_admit(request, from_reserve=True):
             self._make_room(request, state, admission)
+        self._grow(request, state, admission)
         draft.grant_chunk(request, state.config.max_chunk_tokens)
 
     def _serve_more_urgent(
@@ -122,17 +123,21 @@ class Quarantine:
             return state.policy.urgency(request) < state.policy.urgency(than)
 
         for request in list(takewhile(is_more_urgent, state.running)):
-            if request.status is not RequestStatus.RUNNING:
-                continue  # it gave way to one that grew
-            if request.request_id in state.growing:
-                while not state.blocks.grow(request):
-                    self._make_room(request, state, admission)
-                del state.growing[request.request_id]
+            if request.status is not RequestStatus.RUNNING or request.is_ending:
+                continue  # it gave way to one that grew, or needs nothing more
+            self._grow(request, state, admission)
             draft.grant_chunk(request, state.config.max_chunk_tokens)
         for request in list(takewhile(is_more_urgent, state.waiting)):
             if admission.try_admit(request, from_reserve=True):  # and without waiting for a prefix
                 return
             draft.grant_chunk(request, state.config.max_chunk_tokens)
+
+    def _grow(self, request: Request, state: SchedulerState, admission: Admission) -> None:
+        """See to it that a running request has a block for its next token."""
+        if request.request_id in state.growing:
+            while not state.blocks.grow(request, request.num_tokens):
+                self._make_room(request, state, admission)
+            del state.growing[request.request_id]
 
     @staticmethod
     def _make_room(request: Request, state: SchedulerState, admission: Admission) -> None:
@@ -144,9 +149,9 @@ class Quarantine:
         admission.preempt([r for r in holders if r is not request][-1], PreemptReason.RUNNER, None)
 
     def _next(self, state: SchedulerState) -> Request | None:
-        """The most urgent quarantined request that is not parked; forgets who is gone."""
+        """The most urgent quarantined request that can be computed; forgets who is gone."""
         for request_id in self._suspects.keys() - state.requests.keys():
             del self._suspects[request_id]
         held = [state.requests[request_id] for request_id in self._suspects if self.holds(request_id)]
-        waiting = [request for request in held if request.status is not RequestStatus.PARKED]
+        waiting = [r for r in held if r.status is not RequestStatus.PARKED and not r.is_ending]
         return min(waiting, key=state.policy.key, default=None)

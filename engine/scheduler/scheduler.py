@@ -1,16 +1,20 @@
 """The scheduler: pure, synchronous, driven from outside.
 
 Per step: ``apply`` what happened to requests, ``plan``, let a runner compute the
-plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the same
+plan, ``commit`` its result; the next plan may be made before that
+(``engine.scheduler.ahead``). It knows no torch, clock, I/O or randomness: the same
 calls give the same plans.
 """
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
+from engine.scheduler.ahead import UncommittedPlans
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
@@ -23,6 +27,18 @@ from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
 
 _new_tuple = tuple.__new__  # a named tuple's own constructor takes twice the time
+
+#: A grant as its own members, which are read without a call.
+_Fields = tuple[Request, int, int, object, int | None]
+
+
+@dataclass(slots=True)
+class _Booked:
+    """What a commit has brought: events so far, who produced a token, whom its token may end."""
+
+    events: list[SchedulerEvent]
+    producers: list[Request] = field(default_factory=list)
+    ended: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -40,6 +56,7 @@ class Scheduler:
         self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
+        self._uncommitted = UncommittedPlans()
         self._num_arrivals = 0
         self._step = 0
 
@@ -151,7 +168,8 @@ class Scheduler:
         """Do something to a request, nothing at all when it is not alive; or lose what the pool holds.
 
         May be called at any time, between ``plan`` and ``commit`` too: what a step
-        in flight computes for a request that ended or was preempted is dropped.
+        in flight samples for a request that ends now is dropped; of one that is
+        preempted or parked it is kept.
         """
         if isinstance(command, LoseKv):
             return self._lose_kv(command, now)
@@ -190,10 +208,16 @@ class Scheduler:
             suspects, alone=len(command.suspects) == 1, from_outside=command.from_outside
         )
         failed = [] if guilty is None else [state.fail(guilty, command.error, now)]
-        return [*failed, *state.lose_kv(self._step, now)]
+        lost = state.lose_kv(self._step, now)
+        self._uncommitted.lose()
+        return [*failed, *lost]
 
     def plan(self, now: float) -> Plan:
-        """Decide the next step. Never blocks, never raises for load; an empty plan is legal."""
+        """Decide the next step. Never blocks, never raises for load; an empty plan is legal.
+
+        The plan before need not be committed yet, the one before that must be.
+        """
+        self._uncommitted.look_ahead(self._state)
         self._step += 1
         draft = StepDraft(self._step, now, self.config.max_step_tokens)
         for request_id in self._deadlines.expired(now, self._state.requests):
@@ -201,24 +225,42 @@ class Scheduler:
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
-        return Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        self._uncommitted.planned(plan)
+        return plan
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
 
+        Plans are committed in their order, each once. One is left out after ``LoseKv``,
+        or when everybody it granted anything to was made to fail.
+
         Returns:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
+        is_late = self._uncommitted.land(plan)
+        booked = _Booked(self._fail_rows(plan, result, now))
+        book = self._book_late if is_late else self._book
+        book(cast("Sequence[_Fields]", plan.grants), result.sampled, now, booked)
+        self.policy.produced(booked.producers)
+        if self._quarantine:
+            self._quarantine.release(plan, self._state)
+        for request in booked.ended:
+            booked.events.extend(self._end(request, now))
+        return booked.events
+
+    def _book(
+        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
+    ) -> None:
+        """What was granted by a plan that nobody looked ahead of."""
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        sampled, charges = result.sampled, self.policy.charges_outputs
-        events = self._fail_rows(plan, result, now)
-        producers: list[Request] = []
-        ended: list[Request] = []
-        grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", plan.grants)
-        for request, start, num_tokens, _, output_index in grants:
-            if request.status is not running:
-                continue  # it ended, was preempted or parked meanwhile
-            assert request.num_computed_tokens == start, "a plan was committed twice, or out of turn"
+        events, charges = booked.events, self.policy.charges_outputs
+        for grant in grants:
+            request, start, num_tokens, _, output_index = grant
+            if request.status is not running:  # it ended, was preempted or parked meanwhile
+                state.look_ahead((grant,))
+                self._book_late((grant,), sampled, now, booked)
+                continue
             request.num_computed_tokens = num_computed = start + num_tokens
             if output_index is not None:
                 request_id = request.request_id
@@ -227,20 +269,40 @@ class Scheduler:
                     request.spend(now)  # the first output token ends the prefill
                 request.token_ids.append(token_id)
                 if charges:
-                    producers.append(request)
+                    booked.producers.append(request)
                 events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
-                    ended.append(request)
+                    booked.ended.append(request)
             if num_tokens > 1 or not output_index:
                 state.prefilled(request)
             elif not num_computed % block_size:
                 state.filled_block(request)
-        self.policy.produced(producers)
-        if self._quarantine:
-            self._quarantine.release(plan, state)
-        for request in ended:
-            events.extend(self._end(request, now))
-        return events
+
+    def _book_late(
+        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
+    ) -> None:
+        """What was granted by a plan that was looked ahead of: where requests stand is known already."""
+        finished, charges = RequestStatus.FINISHED, self.policy.charges_outputs
+        for request, start, num_tokens, table, output_index in grants:
+            if request.status is finished:
+                continue  # computed in vain
+            if request.num_tokens_in_flight and table is request.block_table:
+                request.num_tokens_in_flight = 0
+                if num_tokens > 1 or not output_index:
+                    self.blocks.confirm(request, start + num_tokens)
+            if output_index is None:
+                continue
+            request_id = request.request_id
+            token_id = sampled[request_id]
+            if not output_index:
+                request.spend(now)
+            request.num_outputs_in_flight = 0
+            request.token_ids.append(token_id)
+            if charges:
+                booked.producers.append(request)
+            booked.events.append(_new_tuple(TokensSampled, (request_id, output_index, (token_id,))))
+            if start + num_tokens + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
+                booked.ended.append(request)
 
     def _fail_rows(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """End the requests whose own computation failed."""
@@ -250,14 +312,13 @@ class Scheduler:
         return [
             self._state.fail(request, result.failures[request.request_id], now)
             for request in requests
-            if request is not None
-            and request.status is RequestStatus.RUNNING
-            and request.request_id in result.failures
+            if request is not None and request.request_id in result.failures
         ]
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
+        self._uncommitted.check_integrity(self._state)
 
     @staticmethod
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
@@ -271,7 +332,7 @@ class Scheduler:
         for request, num_tokens in draft.granted.items():
             request.idle_since = now
             start = request.num_computed_tokens
-            end, num_known = start + num_tokens, len(request.token_ids)
+            end, num_known = start + num_tokens, request.num_tokens
             index = end - request.num_prompt_tokens if end == num_known else None
             grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, index)))
         return tuple(grants)

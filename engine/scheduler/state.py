@@ -5,6 +5,7 @@ returns the event that tells of it.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 from engine.errors import VorrangError
 from engine.events import Failed, Finished, Preempted, Resumed, SchedulerEvent, Started
@@ -23,7 +24,8 @@ class SchedulerState:
     Attributes:
         running: requests that hold a seat, in policy order.
         prefilling: those of them that still compute what is known, in the same order.
-        decoding: the others: they miss their last output token alone.
+        decoding: those that miss their last output token alone.
+        ending: the others: the step in flight samples their last token, so they are granted nothing more.
         growing: decoding requests whose next token has no block yet.
         idle_holders: requests that hold blocks without a seat: parked, or waiting after they were.
         inherited: urgency that prefills under way were lent in the last step by who waits for their prefix.
@@ -41,6 +43,7 @@ class SchedulerState:
         self.running: list[Request] = []
         self.prefilling: list[Request] = []
         self.decoding: list[Request] = []
+        self.ending: list[Request] = []
         self.growing: dict[RequestId, Request] = {}
         self.idle_holders: dict[RequestId, Request] = {}
         self.inherited: dict[Request, int] = {}
@@ -108,7 +111,7 @@ class SchedulerState:
         self, request: Request, reason: PreemptReason, beneficiary: Request | None, step: int, now: float
     ) -> Preempted:
         """A request loses its blocks, and its seat if it has one; it keeps its output and its seniority."""
-        self.blocks.confirm(request, request.num_computed_tokens)
+        self.blocks.confirm(request, request.num_committed_tokens)
         num_blocks = self.blocks.free(request)
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)
@@ -123,6 +126,7 @@ class SchedulerState:
             request.num_preemptions += 1
         request.num_lost_tokens = request.num_computed_tokens
         request.num_computed_tokens = 0
+        request.num_tokens_in_flight = 0
         request.preempted_in_step = step
         return Preempted(
             request.request_id,
@@ -194,7 +198,7 @@ class SchedulerState:
     ) -> Finished:
         """A request ends with its output."""
         if self.blocks.holds(request.request_id):
-            self.blocks.confirm(request, request.num_computed_tokens)
+            self.blocks.confirm(request, request.num_committed_tokens)
         self._leave(request, now)
         return Finished(request.request_id, reason, request.usage(), stop_token_id, stop_string)
 
@@ -206,8 +210,10 @@ class SchedulerState:
     def prefilled(self, request: Request) -> None:
         """A running request has computed some of what is known; its full blocks can be found from now on."""
         self.blocks.confirm(request, request.num_computed_tokens)
-        if request.is_prefilling:
-            return
+        if not request.is_prefilling:
+            self._begin_to_decode(request)
+
+    def _begin_to_decode(self, request: Request) -> None:
         self.filled_block(request)
         position = bisect_left(self.prefilling, self.policy.key(request), key=self.policy.key)
         if position < len(self.prefilling) and self.prefilling[position] is request:
@@ -223,6 +229,33 @@ class SchedulerState:
         if request.num_tokens > len(request.block_table) * self.blocks.block_size:
             self.growing[request.request_id] = request
 
+    def look_ahead(self, grants: "Sequence[tuple[Request, int, int, object, int | None]]") -> None:
+        """A step is computed that grants these: count what it will bring as there already.
+
+        What of it must wait for the commit is said in ``engine.scheduler.ahead``.
+        """
+        finished, running, block_size = RequestStatus.FINISHED, RequestStatus.RUNNING, self.blocks.block_size
+        for request, start, num_tokens, table, output_index in grants:
+            if request.status is finished:
+                continue
+            if output_index is not None:
+                request.num_outputs_in_flight = 1
+            if table is not request.block_table:
+                continue  # it was preempted: the token will count, its KV does not
+            request.num_computed_tokens = num_computed = start + num_tokens
+            request.num_tokens_in_flight = num_tokens
+            if request.status is not running:
+                continue  # it was parked
+            decoded = num_tokens == 1 and output_index
+            if num_computed + 1 >= request.num_tokens_max and request.is_ending:
+                (self.decoding if decoded else self.prefilling).remove(request)
+                self.ending.append(request)
+            elif not decoded:
+                if not request.is_prefilling:
+                    self._begin_to_decode(request)
+            elif not num_computed % block_size:
+                self.filled_block(request)
+
     def running_from(self, urgency: int) -> list[Request]:
         """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
         running = self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
@@ -232,11 +265,17 @@ class SchedulerState:
 
     def _seat(self, request: Request) -> None:
         insort(self.running, request, key=self.policy.key)
-        insort(self.prefilling if request.is_prefilling else self.decoding, request, key=self.policy.key)
+        if request.is_ending:
+            self.ending.append(request)
+        else:
+            insort(self.prefilling if request.is_prefilling else self.decoding, request, key=self.policy.key)
 
     def _unseat(self, request: Request) -> None:
         self.running.remove(request)
-        (self.prefilling if request.is_prefilling else self.decoding).remove(request)
+        if self.ending and request in self.ending:  # though its last token may have come by now
+            self.ending.remove(request)
+        else:
+            (self.prefilling if request.is_prefilling else self.decoding).remove(request)
         self.growing.pop(request.request_id, None)
 
     def _leave(self, request: Request, now: float) -> None:
@@ -262,8 +301,10 @@ class SchedulerState:
         self.waiting.check_integrity()
         assert len(self.running) <= self.config.max_running_requests
         assert self.running == sorted(self.running, key=self.policy.key)
-        assert self.prefilling == [r for r in self.running if r.is_prefilling]
-        assert self.decoding == [r for r in self.running if not r.is_prefilling]
+        ongoing = [r for r in self.running if not r.is_ending]
+        assert self.prefilling == [r for r in ongoing if r.is_prefilling]
+        assert self.decoding == [r for r in ongoing if not r.is_prefilling]
+        assert sorted(self.ending, key=self.policy.key) == [r for r in self.running if r.is_ending]
         assert self.growing.keys() == {
             r.request_id for r in self.decoding if r.num_tokens > len(r.block_table) * self.blocks.block_size
         }
@@ -288,4 +329,6 @@ class SchedulerState:
             num_held_tokens = len(request.block_table) * self.blocks.block_size
             assert num_held_tokens >= request.num_computed_tokens
         else:
-            assert request.num_computed_tokens == 0
+            assert request.num_computed_tokens == request.num_tokens_in_flight == 0
+        assert 0 <= request.num_committed_tokens <= len(request.token_ids)
+        assert request.num_outputs_in_flight in (0, 1)

@@ -115,9 +115,12 @@ async def test_greedy_output_alone_equals_transformers_generate():
 
 
 @pytest.mark.asyncio
-async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate():  # vLLM 68
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate(depth):  # vLLM 68
     config = SchedulerConfig(max_running_requests=4, max_step_tokens=48, max_chunk_tokens=16)
-    engine = Engine(SmallPool(12), default_model().tokenizer, config, check_integrity=True)
+    engine = Engine(
+        SmallPool(12), default_model().tokenizer, config, check_integrity=True, pipeline_depth=depth
+    )
     async with asyncio.TaskGroup() as group:
         loop = group.create_task(engine.run())
         tasks = []

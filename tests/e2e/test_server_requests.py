@@ -256,6 +256,23 @@ def _block_writes(served: Any, until: asyncio.Event, request_id: str) -> None:
     served._send = slow_send
 
 
+async def test_a_server_that_plans_ahead_gives_the_same_tokens() -> None:
+    settings = {"engine.pipeline_depth": 1, "scheduler.max_running_requests": 3}
+    async with (
+        running_server(settings) as app,
+        grpc.aio.insecure_channel(app.address) as channel,
+        open_session(channel) as session,
+    ):
+        assert app.backend.engine.pipeline_depth == 1
+        for i in range(8):
+            await session.start(f"r{i}", spec([1, 2, i], max_tokens=10 + i))
+        await session.half_close()
+        await session.to_the_end()
+        for i in range(8):
+            session.check(f"r{i}")
+            assert session.tokens(f"r{i}") == expected_output([1, 2, i], 10 + i)
+
+
 async def test_events_of_the_most_urgent_request_are_written_first() -> None:
     async with (
         running_server() as app,

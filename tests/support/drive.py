@@ -7,8 +7,9 @@ single rules.
 """
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from engine.errors import InternalError, VorrangError
@@ -22,9 +23,9 @@ from engine.events import (
     Started,
     TokensSampled,
 )
-from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
+from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -40,7 +41,7 @@ FORCED = (PreemptReason.OPERATOR, PreemptReason.RUNNER)
 
 def grants(plan: Plan) -> dict[str, int]:
     """Tokens granted, by request, in the order of the plan."""
-    return {str(grant.request_id): len(grant.token_ids) for grant in plan.grants}
+    return {str(grant.request_id): grant.num_tokens for grant in plan.grants}
 
 
 def events(plan: Plan, kind) -> list:
@@ -48,8 +49,20 @@ def events(plan: Plan, kind) -> list:
     return [event for event in plan.events if isinstance(event, kind)]
 
 
+@dataclass(slots=True)
+class Flight:
+    """A plan that is not committed, and its result once it was computed."""
+
+    plan: Plan
+    result: StepResult | None = None
+
+
 class Driver:
     """A scheduler, a model and the checks.
+
+    ``depth``: 1 = a step plans the next one and commits the one before, as the engine
+    does at ``pipeline_depth`` 1. The older plan is computed as late as it may be, or
+    both as early as they may be, by turns.
 
     ``check_every_call``: recount the scheduler's counters after every call, not only
     after every step. Long random runs leave that to some of their episodes.
@@ -63,8 +76,12 @@ class Driver:
         prefix_cache=True,
         decisions=None,
         check_every_call=True,
+        depth=0,
         **config,
     ):
+        self.depth = depth
+        self.flights: deque[Flight] = deque()
+        self.noted: Counter[str] = Counter()
         config = {"max_running_requests": 4, "max_step_tokens": 16, "max_chunk_tokens": 8} | config
         config = {"max_context_tokens": 512} | config
         # Simple rules unless a test asks for others: no watermark, no bypass, nobody starves.
@@ -170,6 +187,8 @@ class Driver:
     def lose_kv(self, suspects=(), *, from_outside=False) -> list[SchedulerEvent]:
         """The runner dies, and its memory with it."""
         self.runner = ReadBackRunner(self.blocks.num_blocks, self.blocks.block_size, self.texts)
+        self.noted["lost with two steps in flight"] += len(self.flights) == 2
+        self.flights.clear()
         self.disturb_all()
         holders = {r.request_id for r in self.alive() if self.blocks.holds(r.request_id)}
         command = LoseKv(tuple(suspects), from_outside, InternalError("incident"))
@@ -184,11 +203,17 @@ class Driver:
         return events
 
     def die(self, how):
-        """The runner dies ``in_step`` by itself, or is killed ``between`` two."""
+        """The runner dies ``in_step`` by itself, or is killed ``between`` two; or a step ``fails``.
+
+        At depth 1 a step is in flight ``between`` two, if anything runs.
+        """
         if how == "in_step":
             self.step(dies=lambda plan: True)
+        elif how == "fails":
+            self.step(fails=True)
         else:
-            self.lose_kv(from_outside=True)
+            plan = self.flights[0].plan if self.flights else Plan(0, ())
+            self.lose_kv([grant.request_id for grant in plan.grants], from_outside=True)
 
     def disturb_all(self):
         """No bound holds for what a dying runner makes one wait."""
@@ -203,10 +228,11 @@ class Driver:
         between: tuple[Command, ...] = (),
         failing: dict[str, VorrangError] | None = None,
         dies: Callable[[Plan], bool] | None = None,
+        fails: bool = False,
     ) -> Plan:
         """Plan, compute, obey commands that come in between, commit; rows of ``failing`` fail.
 
-        ``dies``: whether the runner dies of a plan.
+        ``dies``: whether the runner dies of a plan. ``fails``: whether the step fails as a whole.
         """
         self.now += 1.0
         before = self.standing()
@@ -224,22 +250,63 @@ class Driver:
             oracle.check_bypass(self, before, after)
             oracle.check_ageing(self, plan, before, after)
         self.check_stalls(plan)
-        if dies is not None and plan.grants and dies(plan):
-            for command in between:
-                self.apply(command)
-            self.lose_kv([grant.request_id for grant in plan.grants])
-            return plan
-        result = self.runner.run(plan)
-        if failing:
-            result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
+        if plan.grants or not self.depth:
+            self.flights.append(Flight(plan))
+        if not self.depth or self.num_steps * 7919 % 5 < 2:
+            self.compute()
         for command in between:
             self.apply(command)
-        seated = {r.request_id for r in self.scheduler.running()}
-        must_fail = [g.request_id for g in plan.grants if g.request_id in seated & result.failures.keys()]
-        self.book(self.scheduler.commit(plan, result, self.now + 0.5))
-        assert all(isinstance(self.seen[request_id].terminal, Failed) for request_id in must_fail)
+        if self.flights and (len(self.flights) > self.depth or not plan.grants):
+            oldest = self.flights[0].plan
+            if dies is not None and oldest.grants and dies(oldest):
+                self.lose_kv([grant.request_id for grant in oldest.grants])
+            elif fails and oldest.grants:
+                self.fail_step()
+            else:
+                self.land(failing or {})
         self.check(step=True)
         return plan
+
+    def compute(self, num_plans: int = 2):
+        """The runner computes what it was handed in, in that order."""
+        for flight in list(self.flights)[:num_plans]:
+            if flight.result is None:
+                self.noted["computed a token nobody knew"] += any(
+                    g.has_unknown_token for g in flight.plan.grants
+                )
+                flight.result = self.runner.run(flight.plan)
+
+    def land(self, failing: dict[str, VorrangError]):
+        """The oldest step in flight is computed, if it was not yet, and committed."""
+        self.compute(1)
+        flight = self.flights.popleft()
+        plan, result = flight.plan, flight.result
+        assert result is not None
+        ids = [grant.request_id for grant in plan.grants]
+        if failing:
+            result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
+            self.runner.fail(i for i in ids if i in result.failures)
+        alive = {i for i in ids if i in self.seen_alive}
+        idle = {i for i in alive if self.scheduler.find(i).status is not RequestStatus.RUNNING}
+        events = self.scheduler.commit(plan, result, self.now + 0.5)
+        delivered = {e.request_id for e in events if isinstance(e, TokensSampled)}
+        sampling = {grant.request_id for grant in plan.grants if grant.output_index is not None}
+        assert delivered == (sampling & alive) - result.failures.keys(), (
+            "delivered once, or its request ended"
+        )
+        self.noted["delivered to one without a seat"] += len(delivered & idle)
+        self.noted["computed in vain"] += len(sampling - alive)
+        self.book(events)
+        assert all(isinstance(self.seen[i].terminal, Failed) for i in alive & result.failures.keys())
+
+    def fail_step(self):
+        """The oldest step in flight comes to nothing: whoever was in it fails, as the engine has it."""
+        flight = self.flights.popleft()
+        ids = [grant.request_id for grant in flight.plan.grants]
+        self.runner.fail(ids)
+        self.noted["failed as a whole"] += 1
+        for request_id in ids:
+            self.apply(Fail(request_id, InternalError("incident")))
 
     def standing(self) -> Standing:
         """Who stands where now."""
@@ -267,6 +334,8 @@ class Driver:
     def finish(self):
         """Run to the end: everything has ended, everything is free (1)."""
         self.run()
+        while self.flights:  # computed for nobody
+            self.land({})
         assert self.blocks.num_free_blocks == self.blocks.num_blocks
         assert self.blocks.num_owners == 0
         for seen in self.seen.values():
@@ -290,6 +359,25 @@ class Driver:
         return self.seen[RequestId(name)].num_preemptions
 
     # What must hold
+
+    def num_outputs_to_come(self, request_id: RequestId) -> int:
+        """Output tokens of it that are in flight."""
+        return sum(
+            grant.request_id == request_id and grant.output_index is not None
+            for flight in self.flights
+            for grant in flight.plan.grants
+        )
+
+    def has_its_last(self, request: Request) -> bool:
+        """Whether the token in flight is its last one, as far as one can know without its id."""
+        if not self.depth or not (num_to_come := self.num_outputs_to_come(request.request_id)):
+            return False
+        seen, pool_tokens = (
+            self.seen_alive[request.request_id],
+            self.blocks.num_blocks * self.blocks.block_size,
+        )
+        longest = min(seen.spec.sampling.max_tokens, pool_tokens + 1 - len(seen.spec.prompt_token_ids))
+        return len(seen.tokens) + num_to_come >= longest
 
     def book(self, events):
         for event in events:
@@ -348,14 +436,20 @@ class Driver:
         assert len(ids) <= config.max_running_requests
         ended = {e.request_id for e in plan.events if isinstance(e, TERMINAL)}
         if before.num_alive > len(ended) + len(after.parked):
-            assert plan.grants, "something admissible waits, but the step is empty"
+            assert plan.grants or self.flights, "something admissible waits, but the step is empty"
         for grant in plan.grants:
             request = self.scheduler.find(grant.request_id)
             assert request is not None
-            n = len(grant.token_ids)
+            n, num_to_come = grant.num_tokens, self.num_outputs_to_come(grant.request_id)
             assert 1 <= n <= config.max_chunk_tokens
             assert grant.start == request.num_computed_tokens
             assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
+            assert len(grant.token_ids) == n - grant.has_unknown_token
+            assert grant.has_unknown_token <= num_to_come <= self.depth
+            assert not self.has_its_last(request), "granted in vain, and one could know"
+            num_outputs = len(self.seen_alive[grant.request_id].tokens) + num_to_come
+            assert grant.output_index in (None, num_outputs)
+            self.noted["granted a token nobody knew"] += grant.has_unknown_token
             assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
             assert grant.banned_token_ids == oracle.banned(request.spec, grant.output_index)
         if held:
@@ -368,7 +462,8 @@ class Driver:
         if config.discipline == "unified":
             for request in running:
                 # A starved one may be given its seat and its blocks before its first token.
-                if request.num_missing_tokens == 1 and request.request_id in before.seated:
+                is_due = request.num_missing_tokens == 1 and not self.has_its_last(request)
+                if is_due and request.request_id in before.seated:
                     assert request.request_id in ids, "a decode was left out"
         if config.discipline == "static" and before.seated & after.seated:
             assert before.seated >= after.seated, "somebody joined a batch that was closed"
@@ -388,6 +483,7 @@ class Driver:
             assert len(plan.grants) == 1
             return
         held = [r for r in held if self.scheduler.find(r.request_id)]  # some may have run out of time
+        held = [r for r in held if not self.has_its_last(r)]
         if held:
             most_urgent = min(map(self.urgency, held))
             for grant in plan.grants:
@@ -413,6 +509,8 @@ class Driver:
         serve = longest / share + longest
         if config.discipline == "prefill_first":
             drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns
+        if self.depth:
+            drain, serve = 2 * drain, 2 * serve  # every other plan may have to wait for a commit
         return self.max_wait_s, drain + serve
 
     def urgency(self, request: Request) -> int:
@@ -489,6 +587,8 @@ class Driver:
         for _, group in groupby(waiting, self.turn):
             members = list(group)
             for request in members:
+                if self.has_its_last(request):
+                    return found
                 if request.request_id in preempted_now or not self.is_admissible(request, len(preempted_now)):
                     return found  # whoever comes after it may be kept behind it
                 if self.waits_for_prefix(request, plan):
@@ -515,6 +615,7 @@ class Driver:
         full = plan.num_tokens == self.config.max_step_tokens or self.config.discipline != "unified"
         for running in self.scheduler.running():
             if self.computes_prefix_of(running, waiting):
+                full |= bool(running.num_tokens_in_flight)  # all of it may be in flight
                 assert full or running.request_id in granted, "a prefill that is waited for stands still"
                 return True
         return False
@@ -527,7 +628,7 @@ class Driver:
                 break
             num_alike += 1
         num_alike -= num_alike % self.blocks.block_size
-        return num_alike - running.num_computed_tokens >= self.config.prefix_wait_tokens
+        return num_alike - running.num_committed_tokens >= self.config.prefix_wait_tokens
 
     def is_admissible(self, waiting: Request, num_used: int) -> bool:
         """Whether it would fit if all that it may evict were gone, after ``num_used`` evictions."""

@@ -94,7 +94,7 @@ def check_cached(driver: "Driver", seen: Seen, num_tokens: int) -> None:
 
 def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
     """Rule 2: prefills under way are served in policy order; ``prefill_first`` decodes only when it may."""
-    granted = {grant.request_id: len(grant.token_ids) for grant in plan.grants}
+    granted = {grant.request_id: grant.num_tokens for grant in plan.grants}
     prefills = [r for r in after.running if r.num_missing_tokens > 1 and r.request_id in before.seated]
     starving = any(r.is_starved for r in after.running + after.waiting)
     if driver.config.discipline == "prefill_first" and granted:
@@ -235,7 +235,9 @@ def check_share(
     oldest = starved[0]
     if oldest.request_id in seated and discipline != "static":
         granted = [r for r in running if any(g.request_id == r.request_id for g in plan.grants)]
-        if discipline == "unified":
+        if driver.has_its_last(oldest):
+            is_due = False
+        elif discipline == "unified":
             is_due = True
         elif may_be_decodes(granted, before):
             is_due = oldest.num_missing_tokens == 1
@@ -245,7 +247,7 @@ def check_share(
     if any(isinstance(e, Preempted) for e in plan.events):
         return
     served = [r for r in running if r.in_reserve]
-    left_out = next((r for r in starved if r.request_id not in seated), None)
+    left_out = next((r for r in starved if r.request_id not in seated and not driver.has_its_last(r)), None)
     if left_out is None or len(served) >= driver.config.num_reserved_seats or left_out not in before.waiting:
         return
     pool_tokens = driver.blocks.num_blocks * driver.blocks.block_size
@@ -285,7 +287,7 @@ def check_limits(driver: "Driver", newcomer: RequestSpec) -> None:
 
 def is_decoding(request: Request) -> bool:
     """Whether a running request misses its last output token alone."""
-    return request.num_missing_tokens == 1 and request.num_output_tokens > 0
+    return request.num_missing_tokens == 1 and request.num_tokens > request.num_prompt_tokens
 
 
 def may_be_decodes(granted: Sequence[Request], before: Standing) -> bool:

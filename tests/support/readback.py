@@ -6,13 +6,16 @@ it reads back exactly the tokens before it, through the block table of the grant
 wrong table, a lost block or a missed recomputation fails in the step it happens in.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.request import RequestId
 from engine.runner.scripted import next_token
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Plan, StepResult
+
+#: What is computed after a failure; no text holds it.
+GARBAGE = -1
 
 
 @dataclass(slots=True)
@@ -49,17 +52,32 @@ class ReadBackRunner:
         self._block_size = block_size
         self._blocks: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
         self._texts = texts
+        self._sampled: dict[RequestId, int] = {}
+        self._broken: set[RequestId] = set()
+
+    def fail(self, request_ids: Iterable[RequestId]) -> None:
+        """The step computed last has failed for these: they have no sample, and garbage in their blocks."""
+        self._broken.update(request_ids)
+        for request_id in self._broken:
+            self._sampled.pop(request_id, None)
 
     def run(self, plan: Plan) -> StepResult:
-        """Compute a plan on the spot."""
+        """Compute a plan on the spot. A token it does not know is what the plan before has sampled."""
         size, blocks = self._block_size, self._blocks
         for grant in plan.grants:
-            table = grant.block_table
-            for position, token_id in enumerate(grant.token_ids, start=grant.start):
+            table, token_ids = grant.block_table, list(grant.token_ids)
+            if len(token_ids) < grant.num_tokens:
+                is_broken = grant.request_id in self._broken
+                token_ids.append(GARBAGE if is_broken else self._sampled[grant.request_id])
+            for position, token_id in enumerate(token_ids, start=grant.start):
                 blocks[table[position // size]][position % size] = token_id
-        sampled: dict[RequestId, int] = {}
+        self._sampled = sampled = {}
         for grant in plan.grants:
-            text, num_tokens = self._texts[grant.request_id], grant.start + len(grant.token_ids)
+            if grant.request_id in self._broken:
+                if grant.output_index is not None:
+                    sampled[grant.request_id] = GARBAGE
+                continue
+            text, num_tokens = self._texts[grant.request_id], grant.start + grant.num_tokens
             read: list[int | None] = []
             for block in grant.block_table[: -(-num_tokens // size)]:
                 read += blocks[block]

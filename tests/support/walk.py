@@ -101,7 +101,8 @@ class Episode:
         visited: how often something of interest was seen.
     """
 
-    def __init__(self, seed: int, number: int) -> None:
+    def __init__(self, seed: int, number: int, depth: int = 0) -> None:
+        self.depth = depth
         self.number = number
         self.random = random.Random(f"{seed}/{number}")
         self.config = self.draw_config()
@@ -128,6 +129,7 @@ class Episode:
         config = {
             "num_blocks": max(2, pool_tokens // block_size),
             "block_size": block_size,
+            "depth": self.depth,
             "policy": pick(["priority", "priority", "priority", "fair", "fcfs"]),
             "discipline": pick([*["unified"] * 5, *["prefill_first"] * 3, "static"]),
             "max_running_requests": seats,
@@ -179,7 +181,10 @@ class Episode:
                 yield self.draw_step()
                 yield from self.at_the_brink()
             if self.alive and rng.random() < 0.02:  # the runner; again and again, it makes somebody guilty
-                yield from [Call("die", (rng.choice(["in_step", "between"]),))] * rng.choice([1, 1, 2, 3])
+                how = rng.choice(["in_step", "between"])
+                if self.depth and rng.random() < 0.4:
+                    how = "fails"
+                yield from [Call("die", (how,))] * rng.choice([1, 1, 2, 3])
             if (parked := self.driver.scheduler.parked()) and rng.random() < 0.4:
                 yield Call("unpark", (str(rng.choice(parked).request_id),))
 
@@ -300,6 +305,7 @@ class Episode:
         visited = self.visited
         visited["episodes"] += 1
         visited["steps"] += self.driver.num_steps
+        visited.update(self.driver.noted)
         for seen in self.driver.seen.values():
             visited["starved"] += seen.starved
             for event in seen.events:
@@ -316,7 +322,7 @@ class WalkFailed(AssertionError):
     """An episode broke a rule; the message says how to do it again."""
 
 
-def walk(seed: int, num_steps: int, *, only: int | None = None) -> Counter[str]:
+def walk(seed: int, num_steps: int, *, only: int | None = None, depth: int = 0) -> Counter[str]:
     """Episodes until ``num_steps`` steps are done, or the one of number ``only``.
 
     Returns:
@@ -328,7 +334,7 @@ def walk(seed: int, num_steps: int, *, only: int | None = None) -> Counter[str]:
     visited: Counter[str] = Counter()
     number = 0 if only is None else only
     while visited["steps"] < num_steps:
-        episode = Episode(seed, number)
+        episode = Episode(seed, number, depth)
         try:
             episode.run()
         except Exception as error:
@@ -350,7 +356,8 @@ def failure(seed: int, episode: Episode, error: Exception) -> str:
         [
             f"{type(error).__name__}: {error}",
             f"seed {seed}, episode {episode.number}, call {len(episode.calls)}; again:",
-            f"  VORRANG_WALK_EPISODE={seed}/{episode.number} python -m pytest {TEST}",
+            f"  VORRANG_WALK_DEPTH={episode.depth} VORRANG_WALK_EPISODE={seed}/{episode.number}"
+            f" python -m pytest {TEST}",
             f"the same with {len(calls)} calls:",
             "  from tests.support.walk import *",
             f"  driver = Driver(**{episode.config!r})",

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import Request, RequestId, RequestSpec
-from engine.runner.delta import SWEEP_PLANS, PlanDecoder, PlanEncoder
+from engine.runner.delta import ANY_TOKEN_ID, SWEEP_PLANS, PlanDecoder, PlanEncoder
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan
 from tests.support.drive import Driver
@@ -81,6 +81,32 @@ def test_any_plan_arrives_as_it_was_made(calls):
     for request in driver.scheduler.parked():
         driver.unpark(request.request_id)
     driver.finish()
+
+
+def test_an_unknown_token_is_what_the_plan_before_sampled_and_is_never_told():
+    request = Request(RequestSpec(RequestId("a"), (1, 2), SamplingParams()), 0, 0.0)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    decoder.decode(sent(encoder, Plan(1, (Grant(request, 0, 2, [3], 0),))))
+    delta = sent(encoder, Plan(2, (Grant(request, 2, 1, [3], 1),)))
+    decoder.sampled({RequestId("a"): 7})
+    (grant,) = decoder.decode(delta).grants
+    assert (list(grant.token_ids), grant.has_unknown_token) == ([7], False)
+    request.token_ids.append(7)
+    delta = sent(encoder, Plan(3, (Grant(request, 3, 1, [3], 2),)))
+    assert delta[3][0][4] == []  # the token it lacks is unknown again, and the 7 is there
+    decoder.sampled({RequestId("a"): 8})
+    (grant,) = decoder.decode(delta).grants
+    assert grant.request.token_ids == [1, 2, 7, 8]
+
+
+def test_a_token_that_was_never_sampled_is_any():
+    request = Request(RequestSpec(RequestId("a"), (1, 2), SamplingParams()), 0, 0.0)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    decoder.decode(sent(encoder, Plan(1, (Grant(request, 0, 2, [3], 0),))))
+    decoder.sampled({RequestId("a"): 7})
+    decoder.decode(sent(encoder, Plan(2, ())))  # a sample is for the next plan alone
+    (grant,) = decoder.decode(sent(encoder, Plan(3, (Grant(request, 2, 1, [3], 1),)))).grants
+    assert list(grant.token_ids) == [ANY_TOKEN_ID]
 
 
 def decode_plan(step, request, table):

@@ -43,6 +43,13 @@ def test_defaults_are_those_of_the_scheduler() -> None:
     assert load().settings.scheduler_config == SchedulerConfig()
 
 
+def test_plans_are_made_one_step_ahead_at_most_and_only_when_asked_for() -> None:
+    assert load().settings.engine.pipeline_depth == 0
+    assert load(None, {"engine.pipeline_depth": 1}).settings.engine.pipeline_depth == 1
+    with pytest.raises(SettingsError, match=r"engine\.pipeline_depth"):
+        load(None, {"engine.pipeline_depth": 2})
+
+
 def test_every_setting_is_described_once() -> None:
     described = load().describe()
     paths = [entry.path for entry in described]
