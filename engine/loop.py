@@ -307,7 +307,7 @@ class Engine:
             await self._recover(lost, plan)
             return
         except Exception as error:  # the step is lost, the engine is not
-            self._fail_step(plan, error)
+            await self._lose_step(plan, error)
             return
         now = self._clock.now()
         self._num_steps += 1
@@ -364,6 +364,16 @@ class Engine:
                 self._dispatch(self._scheduler.apply(command, now))
             self._drain_inbox()
         lost.recovery.result()
+
+    async def _lose_step(self, plan: Plan, error: Exception) -> None:
+        """The model raised, and nobody knows what it has written: all is computed again, as after a death.
+
+        A request that makes it raise again, alone, fails.
+        """
+        await self._give_up_in_flight()
+        suspects = tuple(grant.request_id for grant in plan.grants)
+        command = LoseKv(suspects, from_outside=False, error=self._incident("step.failed", error))
+        self._dispatch(self._scheduler.apply(command, self._clock.now()))
 
     def _resumed(self, resuming: "_Resuming", now: float) -> None:
         self._resuming = None
@@ -458,12 +468,6 @@ class Engine:
             self._nothing_alive.set()
         log.info("request.ended", **_summary(live, event, self._clock.now()))
         handle.put(event)
-
-    def _fail_step(self, plan: Plan, error: Exception) -> None:
-        """The runner lost a whole step: the requests in it fail, the others go on."""
-        failure = self._incident("step.failed", error)
-        for grant in plan.grants:
-            self._dispatch(self._scheduler.apply(Fail(grant.request_id, failure), self._clock.now()))
 
     def _fail_all(self, error: VorrangError) -> None:
         now = self._clock.now()

@@ -78,7 +78,7 @@ class Runner(Protocol):
 
         Raises:
             RunnerLost: what computes is gone, and all KV with it; see there.
-            Exception: the whole step failed; the loop fails the granted requests and goes on.
+            Exception: the whole step failed; the loop has everything computed again, and finds the guilty.
 
         Cancellation: returns only after the computation in flight has ended.
         """

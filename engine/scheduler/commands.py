@@ -54,10 +54,10 @@ class Unpark:
 
 @dataclass(frozen=True, slots=True)
 class LoseKv:
-    """The runner died, and the content of the whole pool with it.
+    """All KV is lost: the runner died, or a step raised and nobody knows what it has written.
 
     Who holds blocks is preempted and computed again. The requests of the step it
-    died in are suspects; one that is found guilty fails (``engine.scheduler.quarantine``).
+    happened in are suspects; one that is found guilty fails (``engine.scheduler.quarantine``).
 
     Attributes:
         suspects: requests of the step it died in; none when it died between two steps.

@@ -7,7 +7,7 @@ kills again, and it alone fails:
 
 ```
 cause                       weight    quarantined from 2, guilty from 4 when alone
-died by itself              2         in company, then alone: guilty at the second death
+died by itself, or raised   2         in company, then alone: guilty at the second death
 killed or stopped           1         guilty at the fourth death in a row, the last two alone
 ```
 

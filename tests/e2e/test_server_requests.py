@@ -307,13 +307,13 @@ class FaultyRunner(ScriptedRunner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.fail_step = False
+        self.fail_steps = 0
         self.fail_prompts: Sequence[int] = ()
         self.lie = False
 
     async def execute(self, plan: Plan) -> StepResult:
-        if self.fail_step:
-            self.fail_step = False
+        if self.fail_steps:
+            self.fail_steps -= 1
             raise RuntimeError("secret of the kernel")
         result = await super().execute(plan)
         if self.lie:
@@ -342,13 +342,14 @@ async def test_a_poisoned_request_fails_alone() -> None:
     assert (failed.status.code, reason_in(failed.status)) == (13, "INTERNAL")
 
 
-async def test_a_lost_step_fails_its_requests_and_the_server_goes_on() -> None:
+async def test_a_step_that_always_fails_ends_its_request_with_an_opaque_error() -> None:
     runner = FaultyRunner(64, 16)
     async with running_server(runner=runner) as app, grpc.aio.insecure_channel(app.address) as channel:
-        runner.fail_step = True
+        runner.fail_steps = 2
         status = await refused(stub(channel).Generate(gen.GenerateRequest(spec=spec())))
         assert reason_in(status) == "INTERNAL"
         assert "secret" not in str(status)
+        runner.fail_steps = 1
         answer = await stub(channel).Generate(gen.GenerateRequest(spec=spec([1])))
         assert list(answer.token_ids) == expected_output([1], 8)
 

@@ -25,7 +25,7 @@ from engine.events import (
 )
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -300,13 +300,9 @@ class Driver:
         assert all(isinstance(self.seen[i].terminal, Failed) for i in alive & result.failures.keys())
 
     def fail_step(self):
-        """The oldest step in flight comes to nothing: whoever was in it fails, as the engine has it."""
-        flight = self.flights.popleft()
-        ids = [grant.request_id for grant in flight.plan.grants]
-        self.runner.fail(ids)
+        """The oldest step in flight comes to nothing: all is computed again, as the engine has it."""
         self.noted["failed as a whole"] += 1
-        for request_id in ids:
-            self.apply(Fail(request_id, InternalError("incident")))
+        self.lose_kv([grant.request_id for grant in self.flights[0].plan.grants])
 
     def standing(self) -> Standing:
         """Who stands where now."""

@@ -8,7 +8,7 @@ import pytest
 from engine.errors import Draining, InternalError, PoolExceeded, SlowConsumer
 from engine.events import Delta, Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.loop import Engine
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer, expected_output
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
@@ -199,19 +199,45 @@ async def test_the_text_of_a_stop_token_is_left_out():  # vLLM 66
     assert text_of(events) == bytes(out[:cut]).decode()
 
 
-async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on():
+class RaisingRunner(GatedRunner):
+    """Raises whenever it computes a request of this name."""
+
+    poison = ""
+
+    def run(self, plan):
+        if any(grant.request_id == self.poison for grant in plan.grants):
+            raise RuntimeError("secret detail")
+        return super().run(plan)
+
+
+async def test_a_step_that_fails_once_is_made_again_and_nobody_fails():
     runner = GatedRunner(num_blocks=32, block_size=4)
-    async with serving(runner, max_running_requests=1) as engine:
-        bad = engine.submit(spec("bad"))
-        good = engine.submit(spec("good", max_tokens=2))
-        runner.error = RuntimeError("secret detail")
+    async with serving(runner, max_running_requests=2) as engine:
+        handles = [engine.submit(spec(name, max_tokens=3)) for name in "ab"]
         await runner.step()
+        runner.error = RuntimeError("secret detail")
+        while not all(handle.finished for handle in handles):
+            await runner.step()
+        for handle in handles:
+            events = handle.take()
+            assert tokens_of(events) == expected_output(b"hello", 3)
+            assert [e.reason for e in events if isinstance(e, Preempted)] == [PreemptReason.RUNNER]
+
+
+async def test_who_makes_every_step_fail_fails_alone():
+    runner = RaisingRunner(num_blocks=32, block_size=4)
+    runner.poison = "bad"
+    async with serving(runner, max_running_requests=3) as engine:
+        bad = engine.submit(spec("bad"))
+        good = [engine.submit(spec(name, max_tokens=5)) for name in "ab"]
+        while not all(handle.finished for handle in (bad, *good)):
+            await runner.step()
         (failed,) = bad.take()[-1:]
         assert isinstance(failed.error, InternalError)
         assert "secret" not in str(failed.error)
-        while not good.finished:
-            await runner.step()
-        assert tokens_of(good.take()) == expected_output(b"hello", 2)
+        for handle in good:
+            assert tokens_of(handle.take()) == expected_output(b"hello", 5)
+        assert engine.statistics().num_free_blocks == 32
 
 
 class PoisonedTokenizer(ScriptedTokenizer):

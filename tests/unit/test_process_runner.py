@@ -287,13 +287,16 @@ async def test_a_step_that_takes_too_long_counts_as_a_death():
         assert isinstance((await collect(bad))[-1], Failed)
 
 
-async def test_an_exception_fails_the_step_and_the_process_lives():
+async def test_who_makes_the_model_raise_fails_alone_and_the_process_lives():
     async with serving() as (engine, runner):
         pid = runner.pid
+        good = [engine.submit(spec(f"good {i}", b"prompt %d" % i)) for i in range(3)]
         bad = engine.submit(spec("bad", bytes([RAISES])))
         assert isinstance((await collect(bad))[-1], Failed)
-        check(await collect(engine.submit(spec("good"))))
+        for i, handle in enumerate(good):
+            check(await collect(handle), b"prompt %d" % i)
         assert runner.pid == pid
+        assert engine.statistics().num_runner_losses == 0
 
 
 async def test_a_request_whose_row_fails_fails_alone_and_the_log_says_it_here():
