@@ -5,7 +5,7 @@ import pytest
 from engine.events import Finished, Preempted, Resumed, TokensSampled
 from engine.request import FinishReason, RequestId, RequestStatus
 from engine.runner.scripted import expected_output
-from engine.scheduler.commands import Fail, Park, Preempt, SetLevel
+from engine.scheduler.commands import Fail, Finish, Park, Preempt, SetLevel
 from engine.scheduler.draft import Gate
 from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver, events, grants
@@ -110,6 +110,18 @@ def test_a_last_token_in_flight_ends_who_lost_its_seat_without_computing_it_agai
     driver.finish()
 
 
+def test_who_needs_nothing_more_gives_way_first():
+    driver = ahead(max_running_requests=2)
+    driver.submit("a", 9, level=10, max_tokens=2)
+    driver.submit("b", 4, level=10, max_tokens=20)
+    driver.step()
+    driver.step()
+    driver.submit("urgent", 4, level=-10, max_tokens=2)
+    assert [e.request_id for e in events(driver.step(), Preempted)] == ["a"]
+    assert driver.terminal("a").reason is FinishReason.LENGTH
+    driver.finish()
+
+
 def test_who_waits_for_its_last_token_is_no_candidate_for_a_seat():
     driver = ahead(max_running_requests=1)
     driver.submit("a", 6, max_tokens=2)
@@ -161,6 +173,17 @@ def test_a_block_is_found_only_once_the_step_that_fills_it_is_committed():
     driver.step()
     assert driver.blocks.match(find(driver, "a")).num_tokens == 8
     driver.finish()
+
+
+@pytest.mark.parametrize("command", [Preempt, Finish])
+def test_what_is_in_flight_is_not_published_when_its_blocks_are_lost(command):
+    driver = Driver(max_chunk_tokens=16, max_running_requests=1)
+    driver.submit("a", range(9), max_tokens=8)
+    driver.submit("b", range(9), max_tokens=8)
+    driver.scheduler.plan(1.0)
+    driver.scheduler.plan(2.0)
+    driver.scheduler.apply(command(RequestId("a")), 2.0)
+    assert driver.blocks.match(find(driver, "b")).num_tokens == 0
 
 
 def test_a_prefix_in_flight_is_waited_for_as_well():
