@@ -370,7 +370,8 @@ class Engine:
 
         A request that makes it raise again, alone, fails.
         """
-        await self._give_up_in_flight()
+        if self._in_flight is not None:
+            await self._in_flight.give_up()
         suspects = tuple(grant.request_id for grant in plan.grants)
         command = LoseKv(suspects, from_outside=False, error=self._incident("step.failed", error))
         self._dispatch(self._scheduler.apply(command, self._clock.now()))
