@@ -16,6 +16,7 @@ class Gate(enum.Enum):
     BUDGET = "budget"
     JUST_PREEMPTED = "just_preempted"
     PREFIX = "prefix"
+    TENANT = "tenant"
 
 
 class StepDraft:

@@ -379,6 +379,7 @@ class Driver:
         oracle.check_watermark(self, before, after)
         oracle.check_growth(self, plan, before, after)
         oracle.check_victims(self, plan, before, after)
+        oracle.check_tenants(self, after)
         self.check_overtaking(plan, before, after)
         oracle.check_order(self, plan, before, after)
 
@@ -535,6 +536,8 @@ class Driver:
         staying = [r for r in running if not self.is_evictable(r, waiting)]
         if len(staying) >= self.config.max_running_requests:
             return False
+        if oracle.has_seat_limit(self.config, waiting.spec.tenant):
+            return False  # its tenant may keep it out
         gone = {r.request_id for r in running} - {r.request_id for r in staying}
         if self.blocks.num_owners > len(running):
             gone |= {
