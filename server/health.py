@@ -69,8 +69,11 @@ async def follow_engine(health: Health, statistics: Callable[[], EngineStatistic
         statistics: a look at the engine.
         stall_s: seconds after which a step that does not end counts as a stall.
     """
+    now = statistics()
     while True:
-        await asyncio.sleep(stall_s / 4)
+        # In time to see a step that goes on become a stall, not a quarter later.
+        left_s = stall_s if now.idle else max(0.0, stall_s - now.heartbeat_age_s)
+        await asyncio.sleep(min(left_s or stall_s, stall_s / 4) + 0.001)
         now = statistics()
         alive = now.idle or now.heartbeat_age_s < stall_s
         if alive != health.serving:

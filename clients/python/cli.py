@@ -5,6 +5,7 @@ usage or a refused field, 130 Ctrl-C.
 """
 
 import asyncio
+import getpass
 import os
 import sys
 from collections.abc import Coroutine
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from clients.python.auth import hash_token
 from clients.python.chat import Conversation, converse
 from clients.python.client import VorrangClient
 from clients.python.demo import DemoOptions, run_demo
@@ -33,6 +35,9 @@ main = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
+main.add_typer(auth_app, name="auth")
 
 Target = Annotated[
     str, typer.Option("--target", envvar="VORRANG_TARGET", help="Address of the server, as HOST:PORT.")
@@ -164,6 +169,14 @@ def demo(
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
     held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
+
+
+@auth_app.command("hash-token")
+def auth_hash_token() -> None:
+    """Read a bearer token from standard input, or ask for it, and print its hash for a server's settings."""
+    token = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.read()
+    with _expected_failures():
+        print(hash_token(token.rstrip("\r\n")))  # noqa: T201
 
 
 class _expected_failures:  # noqa: N801  # Reads as a statement where it is used.

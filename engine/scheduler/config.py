@@ -39,7 +39,7 @@ class TenantConfig:
     Attributes:
         name: of the tenant.
         max_running_requests: seats it may hold; None = as many as there are.
-        max_running_tokens: prompt + output tokens, at their longest, of its requests in seats; None = any number.
+        max_running_tokens: prompt + output tokens, at their longest, of what is in seats; None = any number.
         max_waiting_requests: its longest queue; None = what holds for every tenant.
         max_waiting_tokens: most prompt tokens in that queue; None = what holds for every tenant.
         weight: its share relative to others under the policy ``fair``.
