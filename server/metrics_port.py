@@ -7,7 +7,6 @@ most, so that a blocked loop still answers with all that was counted.
 import asyncio
 import concurrent.futures
 from collections.abc import Callable, Iterator
-from http.server import ThreadingHTTPServer
 
 import prometheus_client
 import structlog
@@ -50,7 +49,6 @@ class MetricsPort:
             server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"), registry)
         except (OSError, OverflowError):
             raise SettingsError(f"metrics.listen: can't listen on {listen}; is it in use?") from None
-        assert isinstance(server, ThreadingHTTPServer)
         self._server, self._thread = server, thread
         self.address = f"{host}:{server.server_port}"
 
