@@ -134,11 +134,14 @@ def options(settings: Settings) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", admission.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", admission.max_metadata_bytes),
         ("grpc.max_allowed_incoming_connections", admission.max_connections),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", round(admission.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(admission.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.ping_timeout_ms", 10_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", round(admission.keepalive_timeout_s * 1000)),
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            round(admission.min_ping_interval_s * 1000),
+        ),
         ("grpc.server_handshake_timeout_ms", round(admission.handshake_timeout_s * 1000)),
     ]
 

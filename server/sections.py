@@ -113,6 +113,9 @@ class AdmissionSection(BaseModel):
         max_connections: connections open at once on one port.
         max_metadata_bytes: metadata of one call.
         handshake_timeout_s: seconds in which a connection must be made.
+        keepalive_s: silence after which a connection is probed.
+        keepalive_timeout_s: seconds in which the probe must be answered.
+        min_ping_interval_s: a client that probes more often is sent away.
     """
 
     model_config = FROZEN
@@ -125,6 +128,9 @@ class AdmissionSection(BaseModel):
     max_connections: int = Field(default=4096, ge=1)
     max_metadata_bytes: int = Field(default=16 * 1024, ge=1024)
     handshake_timeout_s: float = Field(default=10.0, gt=0)
+    keepalive_s: float = Field(default=30.0, ge=1)
+    keepalive_timeout_s: float = Field(default=10.0, gt=0)
+    min_ping_interval_s: float = Field(default=10.0, gt=0)
 
 
 class ControlSection(BaseModel):
