@@ -85,7 +85,7 @@ async def attacked(server: ServerProcess, attack: Callable[[], Awaitable[None]])
         while not attacking.done():
             times.append(await work())
             peak = max(peak, process.memory_info().rss)
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
         await attacking
         wall_s, cpu_s = time.perf_counter() - began, sum(process.cpu_times()[:2]) - cpu_before
         async with asyncio.timeout(30):
@@ -171,7 +171,7 @@ async def test_a_flood_of_starts_is_refused_for_its_peer_alone(
                 if number % 50 == 0:
                     await asyncio.sleep(0.001)
             async with asyncio.timeout(60):
-                while await refusals(server) < before + num_streams // 4:  # noqa: ASYNC110
+                while await refusals(server) < before + num_streams // 10:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
 
     await attacked(server, attack)

@@ -48,10 +48,12 @@ class Http2:
         await self.send(self.connection.data_to_send())
 
     async def send(self, raw: bytes) -> None:
-        """Send bytes; harmless when the server has closed."""
+        """Send bytes, and let the reader see what came; harmless when the server has closed."""
         with contextlib.suppress(ConnectionError):
-            self.writer.write(raw)
-            await self.writer.drain()
+            if not self.closed:
+                self.writer.write(raw)
+                await self.writer.drain()
+            await asyncio.sleep(0)
 
     async def until(self, holds: Callable[["Http2"], Any]) -> Any:
         """Wait until ``holds`` gives something."""
