@@ -51,7 +51,11 @@ PriorityName = Annotated[
 
 @main.callback()
 def _root() -> None:
-    """Talk to a Vorrang server."""
+    """Talk to a Vorrang server.
+
+    VORRANG_TOKEN holds a bearer token, VORRANG_CA names a PEM file with the server's authority (TLS),
+    VORRANG_CERTIFICATE and VORRANG_KEY name the client's own certificate (mTLS).
+    """
 
 
 @main.command()
@@ -93,7 +97,7 @@ async def _generate(
     target: str, prompt: str | None, options: RequestOptions, timeout_s: float | None
 ) -> None:
     async with (
-        VorrangClient(target) as client,
+        VorrangClient.from_environment(target) as client,
         client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
     ):
         async for event in stream:

@@ -1,6 +1,9 @@
 """TLS, mTLS, tokens and tenants over real connections; which services are on which port."""
 
+import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.identity import hash_of
 from server.settings import SettingsError
 from tests.support.certificates import Certificates, certificates
+from tests.support.process import ROOT, environment
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import open_session, reason_in, refused, settled, spec, stub
 from vorrang.v1 import control_pb2, control_pb2_grpc
@@ -350,3 +354,52 @@ async def test_other_ports_refuse_plaintext_off_loopback_as_well(setting: str) -
     (error,) = caught.value.exceptions
     assert str(error).startswith(f"{setting}: 0.0.0.0 is not loopback")
     assert "--insecure" in str(error)
+
+
+async def test_the_clients_command_line_brings_token_and_authority_from_the_environment(
+    files: Certificates,
+) -> None:
+    async with running_server({**TENANTS, **files.settings}) as app:
+        port = app.address.rpartition(":")[2]
+        extra = {"VORRANG_CA": str(files.folder / "ca.pem"), "VORRANG_TOKEN": ACME}
+        command = [sys.executable, "-m", "clients.python.cli", "generate", "hi", "--max-tokens", "4"]
+        outcomes = []
+        for more in (extra, {**extra, "VORRANG_TOKEN": "wrong"}, {"VORRANG_KEY": "nothing"}):
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                env=environment({**more, "VORRANG_TARGET": f"localhost:{port}"}),
+                cwd=ROOT,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+            _, errors = await process.communicate()
+            outcomes.append((process.returncode, errors.decode()))
+    assert outcomes[0][0] == 0, outcomes[0][1]
+    assert "4 tokens" in outcomes[0][1]
+    assert (outcomes[1][0], "not known" in outcomes[1][1]) == (1, True)
+    assert outcomes[2] == (2, "vorrangctl: VORRANG_CERTIFICATE and VORRANG_KEY must be set together\n")
+
+
+@pytest.mark.parametrize(
+    ("token", "code", "out", "error"),
+    [
+        (ACME + "\n", 0, hash_of(ACME) + "\n", ""),
+        ("short", 2, "", "vorrangctl: a token must have at least 16 characters, this has 5\n"),
+        ("with spaces in the middle", 2, "", "vorrangctl: a token must be printable ASCII without spaces\n"),
+    ],
+)
+async def test_hash_token_reads_from_standard_input_and_prints_what_the_settings_take(
+    token: str, code: int, out: str, error: str
+) -> None:
+    result = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "clients.python.cli", "auth", "hash-token"],
+        env=environment(),
+        cwd=ROOT,
+        input=token,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (code, out, error)

@@ -402,7 +402,7 @@ class Driver:
             if request_id in granted:
                 seen.progress_at = seen.idle_at = self.now
                 seen.num_earlier = num_earlier
-            elif not seen.disturbed:
+            elif not seen.disturbed and not oracle.has_seat_limit(self.config, seen.spec.tenant):
                 assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
 
     def stall_bound(self) -> tuple[float, float]:

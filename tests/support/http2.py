@@ -75,10 +75,16 @@ class Http2:
     async def _read(self) -> None:
         with contextlib.suppress(ConnectionError):
             while raw := await self.reader.read(65536):
+                new: list[h2.events.Event] = []
                 with contextlib.suppress(Exception):  # an attacker does not mind
-                    self.events += self.connection.receive_data(raw)
+                    new = self.connection.receive_data(raw)
+                    self.events += new
                     if self.acks:
                         await self.flush()
+                if any(isinstance(event, h2.events.ConnectionTerminated) for event in new):
+                    # Sent away. The server may leave the socket open and read no more, so a flood ends here.
+                    self.writer.transport.abort()
+                    break
                 self._grown.set()
         self.closed = True
         self._grown.set()
