@@ -170,7 +170,6 @@ async def test_a_flood_of_starts_is_refused_for_its_peer_alone(
                 await client.send(headers(encoder, stream_id) + bytes(ended.serialize()))
                 if number % 50 == 0:
                     await asyncio.sleep(0.001)
-            print(f"{client.closed=} {len(client.events)=}")
             async with asyncio.timeout(20):
                 while await refusals(server) < before + num_streams // 10:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
