@@ -15,8 +15,10 @@ from tests.support.server import running_server
 from tests.support.wire import SESSION, settled, spec, stub
 from vorrang.v1 import generation_pb2 as gen
 
-#: Resident memory that may be added after the first tenth, in MiB, client and server together.
-GROWTH_MIB_MAX = 24.0
+#: Resident memory that may be added after the first tenth, client and server together: so much
+#: in all, and so much by stream. Python's own objects do not grow; what does lies below (docs/SECURITY.md).
+GROWTH_MIB_MAX = 8.0
+GROWTH_KIB_PER_STREAM_MAX = 0.4
 _BATCH = 50
 _MIB = 2**20
 
@@ -88,4 +90,4 @@ async def test_cancelled_streams_leave_no_memory_no_task_and_no_handle(num_strea
     print(f"{num_streams} streams: {rss:.1f} MiB after a tenth, {now_rss - rss:+.1f} MiB at the end")
     assert now_num_tasks <= num_tasks
     assert now_num_fds <= num_fds
-    assert now_rss - rss < GROWTH_MIB_MAX
+    assert now_rss - rss < GROWTH_MIB_MAX + GROWTH_KIB_PER_STREAM_MAX * num_streams * 0.9 / 1024
