@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ bench: $(STAMP) ## what planning costs
 
 bench-model: $(STAMP) ## what a step of the default model costs, beside transformers
 	PYTHONPATH=.:protos $(BIN)/python bench/model.py
+
+bench-grpc: $(STAMP) ## what a token costs on its way out, beside a bare grpc.aio server
+	PYTHONPATH=.:protos $(BIN)/python bench/grpc_cost.py
 
 check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/ruff check .

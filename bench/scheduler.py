@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import cast
 
 from matplotlib.figure import Figure
 from rich.console import Console
@@ -28,6 +29,8 @@ from engine.scheduler.decisions import DecisionRing, DecisionSink, RecordingSche
 from engine.scheduler.plan import StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
+from server.feed import DecisionFeed
+from server.metrics import Metrics
 
 PROMPT_TOKENS = 128
 BLOCK_SIZE = 16
@@ -121,6 +124,30 @@ def measure_recording(repeats: int) -> dict[str, float]:
         file = DecisionFile(Path(folder) / "decisions.jsonl")
         figures["a file"] = step_us(scheduler_with(256, 0, sink=file), repeats)
         file.close()
+    return figures
+
+
+def measure_observing(repeats: int) -> dict[str, float]:
+    """Microseconds that metrics add to a step, and decisions kept for watchers to plan and commit."""
+    figures = {}
+    for num_running in (16, 256):
+        scheduler, metrics = scheduler_with(num_running, 0), Metrics()
+        times = []
+        for _ in range(repeats):
+            plan = scheduler.plan(0.0)
+            specs = [cast("Request", grant.request).spec for grant in plan.grants]
+            begin = time.perf_counter()
+            metrics.step_made(plan, 0.01)
+            for one in specs:
+                metrics.produced(one, 1, 0.01)
+            times.append(time.perf_counter() - begin)
+            sampled = {grant.request_id: 7 for grant in plan.grants if grant.output_index is not None}
+            scheduler.commit(plan, StepResult(sampled), 0.0)
+        figures[f"metrics, {num_running} running"] = statistics.median(times) * 1e6
+        feed = DecisionFeed(past_steps=64, max_watchers=1, max_watcher_steps=64)
+        plain = step_us(scheduler_with(num_running, 0), repeats)
+        watched = step_us(scheduler_with(num_running, 0, sink=feed), repeats)
+        figures[f"decisions kept, {num_running} running"] = watched - plain
     return figures
 
 
@@ -219,6 +246,8 @@ def main() -> None:
     recording = measure_recording(options.repeats)
     title = "plan + commit, 256 running, median us"
     console.print(pairs_table(title, "who listens to the decisions", recording, 0))
+    observing = measure_observing(options.repeats)
+    console.print(pairs_table("added to a step, median us", "by what", observing, 1))
     calls = measure_calls(options.repeats)
     console.print(pairs_table("one call, median us", "call", calls, 2))
     options.folder.mkdir(parents=True, exist_ok=True)
@@ -226,6 +255,7 @@ def main() -> None:
         "steady_us": steady,
         "short_of_blocks_us": short,
         "recording_us": recording,
+        "observing_us": observing,
         "calls_us": calls,
         "repeats": options.repeats,
     }

@@ -22,6 +22,8 @@ from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
 from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
 from engine.handle import RequestHandle
 from engine.in_flight import StepsInFlight
+from engine.look import ClassLook, RequestLook, class_looks, looks
+from engine.observer import EngineObserver
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, MortalRunner, PipelinedRunner, PoolShape, Runner, RunnerLost
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv
@@ -74,7 +76,7 @@ class EngineStatistics:
 class _Live:
     """A request the engine knows: its handle, its text so far, its times."""
 
-    __slots__ = ("arrived", "first_token_at", "handle", "stop_string", "text")
+    __slots__ = ("arrived", "first_token_at", "handle", "last_token_at", "stop_string", "text")
 
     def __init__(self, handle: RequestHandle, text: OutputText, now: float) -> None:
         self.handle = handle
@@ -82,6 +84,7 @@ class _Live:
         self.stop_string: str | None = None
         self.arrived = now
         self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -112,6 +115,7 @@ class Engine:
         decisions: is told of every call that drives the scheduler; None = nobody is.
         pipeline_depth: 1 = plan the next step, and deliver the last one's tokens, while a step is
             computed; a runner that is no ``PipelinedRunner`` gets one plan at a time all the same.
+        observer: is told of what happens to requests and of every step; None = nobody is.
     """
 
     def __init__(
@@ -125,6 +129,7 @@ class Engine:
         check_integrity: bool = False,
         decisions: DecisionSink | None = None,
         pipeline_depth: int = 0,
+        observer: EngineObserver | None = None,
     ) -> None:
         assert pipeline_depth in (0, 1)
         context = min(config.max_context_tokens, runner.info.context_tokens)
@@ -140,6 +145,7 @@ class Engine:
             else RecordingScheduler(self.config, blocks, decisions)
         )
         self._check_integrity = check_integrity
+        self._observer = observer
         self._live: dict[RequestId, _Live] = {}
         self._commands: deque[Command] = deque()
         self._wake = asyncio.Event()
@@ -221,6 +227,8 @@ class Engine:
         )
         self._live[spec.request_id] = _Live(handle, text, now)
         self._nothing_alive.clear()
+        if self._observer is not None:
+            self._observer.submitted(spec)
         self._dispatch(displaced)
         self._wake.set()
         return handle
@@ -241,6 +249,19 @@ class Engine:
             num_runner_losses=self._num_losses,
             last_resume_s=self._last_resume_s,
         )
+
+    def look(self) -> list[RequestLook]:
+        """Every request alive, most urgent first. For operators: takes time that follows their number."""
+        return looks(self._scheduler, self._clock.now())
+
+    def class_looks(self) -> dict[tuple[str, str], ClassLook]:
+        """How many requests are where, by class and tenant. Takes time that follows their number."""
+        return class_looks(self._scheduler)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether no new requests are taken."""
+        return self._draining
 
     def drain(self) -> None:
         """Take no new requests from now on; those that were accepted run to their end."""
@@ -313,6 +334,8 @@ class Engine:
         self._num_steps += 1
         self._last_step_s, self._step_ended = now - started, now
         self._dispatch(self._scheduler.commit(plan, result, now))
+        if self._observer is not None:
+            self._observer.step_made(plan, self._last_step_s)
         if self._resuming is not None:
             self._resumed(self._resuming, now)
         if self._check_integrity:
@@ -422,6 +445,8 @@ class Engine:
                 if isinstance(event, Preempted):
                     self._num_preemptions += 1
                     log.info("request.preempted", **_preemption(event))
+                if self._observer is not None:
+                    self._observer.happened(live.handle.spec, event)
                 live.handle.put(event)
 
     def _deliver(self, live: _Live, event: TokensSampled) -> None:
@@ -429,6 +454,10 @@ class Engine:
         now = self._clock.now()
         if live.first_token_at is None:
             live.first_token_at = now
+        if self._observer is not None:
+            gap_s = None if live.last_token_at is None else now - live.last_token_at
+            self._observer.produced(live.handle.spec, len(event.token_ids), gap_s)
+            live.last_token_at = now
         try:
             text = self._text_of(live, event)
         except Exception as error:  # one poisoned request fails alone
@@ -467,7 +496,11 @@ class Engine:
         del self._live[event.request_id]
         if not self._live:
             self._nothing_alive.set()
-        log.info("request.ended", **_summary(live, event, self._clock.now()))
+        now = self._clock.now()
+        log.info("request.ended", **_summary(live, event, now))
+        if self._observer is not None:
+            ttft_s = None if live.first_token_at is None else live.first_token_at - live.arrived
+            self._observer.ended(handle.spec, event, ttft_s, now - live.arrived)
         handle.put(event)
 
     def _fail_all(self, error: VorrangError) -> None:

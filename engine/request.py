@@ -215,19 +215,25 @@ class Request:
         """A copy of the output tokens."""
         return self.token_ids[self.num_prompt_tokens :]
 
+    @property
+    def phase(self) -> str:
+        """What its time is spent on now: ``queued``, ``prefill``, ``decode``, ``preempted`` or ``parked``."""
+        if self.status is RequestStatus.WAITING:
+            return "queued"
+        if self.status is RequestStatus.PREEMPTED:
+            return "preempted"
+        if self.status is RequestStatus.PARKED:
+            return "parked"
+        return "prefill" if self.num_output_tokens == 0 else "decode"
+
+    @property
+    def phase_since(self) -> float:
+        """Up to when its time is booked."""
+        return self._phase_since
+
     def spend(self, now: float) -> None:
         """Book the time since the last call on the phase the request is in; call before it changes."""
-        if self.status is RequestStatus.WAITING:
-            phase = "queued"
-        elif self.status is RequestStatus.PREEMPTED:
-            phase = "preempted"
-        elif self.status is RequestStatus.PARKED:
-            phase = "parked"
-        elif self.num_output_tokens == 0:
-            phase = "prefill"
-        else:
-            phase = "decode"
-        self.phase_s[phase] += now - self._phase_since
+        self.phase_s[self.phase] += now - self._phase_since
         self._phase_since = now
 
     def usage(self) -> Usage:

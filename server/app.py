@@ -2,27 +2,35 @@
 
 import asyncio
 import gc
-import ipaddress
 import threading
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-import grpc
-import grpc.aio
 import structlog
-from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from engine.decisions.file import DecisionFile
 from engine.loop import Engine
+from engine.observer import EngineObserver, all_of
 from engine.request import FinishReason
 from engine.runner.base import Runner
+from engine.scheduler.decisions import DecisionSink
 from engine.text import Tokenizer
-from server import control, generation
 from server.backend import Backend, ServerStatistics
+from server.control import ControlService
+from server.door import Door
+from server.feed import DecisionFeed, Sinks
 from server.generation import GenerationService
+from server.guard import Guard
 from server.health import Health, follow_engine
-from server.settings import Settings, SettingsError
+from server.identity import Authenticator
+from server.metrics import Metrics, Standing
+from server.metrics_port import MetricsPort, standing
+from server.ports import Ports, check_plaintext
+from server.rates import TokenRates
+from server.settings import Settings
+from server.tls import TlsFiles
+from server.tracing import RequestSpans
 
 #: Seconds that cut requests get to end, and that their last events get to be written.
 END_S_MAX = 5.0
@@ -64,13 +72,20 @@ class Ready:
     max_request_tokens: int
     computed_by: str
     runner: str
+    event_loop: str = "asyncio"
+    transport: str = "plaintext"
+    control_address: str = ""
+    metrics_address: str = ""
 
     def __str__(self) -> str:
         computed_by = f", {self.computed_by}" if self.computed_by else ""
+        control = f", control on {self.control_address}" if self.control_address else ""
+        metrics = f", metrics on {self.metrics_address}" if self.metrics_address else ""
         return (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
-            f"largest request {self.max_request_tokens} tokens{computed_by}, runner {self.runner}"
+            f"largest request {self.max_request_tokens} tokens{computed_by}, runner {self.runner}, "
+            f"{self.event_loop}, {self.transport}{control}{metrics}"
         )
 
 
@@ -94,23 +109,50 @@ class App:
         self._settings = settings
         self._load = load
         self._check_integrity = check_integrity
-        self.backend = Backend(settings.server, settings.model.name)
+        self.metrics = Metrics()
+        self._rates = TokenRates(settings.tenants, time.monotonic)
+        self.backend = Backend(settings.server, settings.model.name, rates=self._rates, metrics=self.metrics)
         self.health = Health()
         self.address = ""
+        self.control_address = ""
+        self.metrics_address = ""
+        #: Called once, when the server begins to drain, with the seconds it gives running requests.
+        self.on_drain: Callable[[float], None] = lambda grace_s: None
+        self._grace_s = settings.server.grace_s
+        self._ports = Ports(settings)
+        self.feed = DecisionFeed(
+            past_steps=settings.control.past_steps,
+            max_watchers=settings.control.max_watchers,
+            max_watcher_steps=settings.control.max_watcher_steps,
+        )
+        self._metrics_port: MetricsPort | None = None
+        self._spans: RequestSpans | None = None
+        self._engine: Engine | None = None
         self._stop = asyncio.Event()
         self._grace: asyncio.Timeout | None = None
         self._stopped_twice = False
         self._decisions: DecisionFile | None = None
-        self._server = grpc.aio.server(options=_options(settings))
 
-    def stop(self) -> None:
-        """Drain and end; the second time: at once. What SIGTERM and SIGINT call."""
+    def stop(self, grace_s: float | None = None) -> None:
+        """Drain and end; the second time: at once. What SIGTERM, SIGINT and the ``Drain`` call call.
+
+        Args:
+            grace_s: seconds running requests are given; None = the settings'.
+        """
         if not self._stop.is_set():
+            if grace_s is not None:
+                self._grace_s = grace_s
             self._stop.set()
+            self.on_drain(self._grace_s)
             return
         self._stopped_twice = True
         if self._grace is not None and not self._grace.expired():
             self._grace.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def tls(self) -> TlsFiles | None:
+        """Certificates in use; None without TLS."""
+        return self._ports.tls
 
     def statistics(self) -> ServerStatistics:
         """Live sessions, calls and requests."""
@@ -130,8 +172,8 @@ class App:
 
         Cancellation: every call is cut; nothing is left behind.
         """
-        await self._listen()
         try:
+            await self._listen()
             self._decisions = self._decision_file()
             loaded = await self._loaded()
             if loaded is not None:
@@ -143,30 +185,29 @@ class App:
             if self._decisions is not None:
                 await asyncio.to_thread(self._decisions.close)
             await self.health.set(serving=False)
-            await self._server.stop(STOP_GRACE_S)
+            if self._metrics_port is not None:
+                await self._metrics_port.close()
+            await self._ports.close(STOP_GRACE_S)
+            if self._spans is not None:
+                await asyncio.to_thread(self._spans.close)
 
     async def _listen(self) -> None:
-        listen, is_open = self._settings.server.listen, self._settings.server.insecure_listen
-        host, _, port = listen.rpartition(":")
-        if not is_open and not _is_loopback(host.strip("[]")):
-            rule = "is not loopback, and this server speaks plaintext; --insecure-listen allows it"
-            raise SettingsError(f"server.listen: {host} {rule}")
-        reflection.enable_server_reflection(
-            (generation.SERVICE, control.SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME),
-            self._server,
-        )
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, self._server)
-        self._server.add_generic_rpc_handlers(
-            (GenerationService(self.backend).rpc_handler(), control.rpc_handler())
-        )
-        if int(port) > 65535:
-            raise SettingsError(f"server.listen: the port must be at most 65535, got {port}")
-        try:
-            bound = self._server.add_insecure_port(listen)
-        except RuntimeError:
-            raise SettingsError(f"server.listen: can't listen on {listen}; is it in use?") from None
-        self.address = f"{host}:{bound}"
-        await self._server.start()
+        settings = self._settings
+        if settings.tracing.otlp_endpoint is not None:
+            self._spans = RequestSpans(settings.tracing)
+        door = Door(settings.admission, time.monotonic)
+        guard = Guard(self.backend, Authenticator(settings.tenants), door, self.metrics.refused)
+        service = GenerationService(self.backend).rpc_handler(guard)
+        operators = ControlService(self.backend, self.feed, self.stop).rpc_handler(guard)
+        addresses = await self._ports.open(self.health, service, operators)
+        self.address, self.control_address = addresses
+        if settings.metrics.listen is not None:
+            check_plaintext("metrics.listen", settings.metrics.listen, allowed=settings.server.insecure)
+            self._metrics_port = MetricsPort(settings.metrics.listen, self.metrics, self._standing)
+            self.metrics_address = self._metrics_port.address
+
+    def _standing(self) -> Standing:
+        return standing(self.backend, self.health, self.metrics, self._engine)
 
     def _decision_file(self) -> DecisionFile | None:
         settings = self._settings.engine
@@ -190,15 +231,34 @@ class App:
         loaded = await asyncio.to_thread(self._load)
         return loaded if isinstance(loaded, Loaded) else await loaded
 
+    def _sink(self) -> DecisionSink | None:
+        """Who is told of decisions: the log's file, and those who watch."""
+        sinks: list[DecisionSink] = [] if self._decisions is None else [self._decisions]
+        if self._settings.control.enabled:
+            sinks.append(self.feed)
+        return Sinks(sinks) if sinks else None
+
+    def _observer(self) -> EngineObserver | None:
+        """Who is told of requests: only whoever does something with it."""
+        observers: list[EngineObserver] = []
+        if self._metrics_port is not None:
+            observers.append(self.metrics)
+        if self._rates:
+            observers.append(self._rates)
+        if self._spans is not None:
+            observers.append(self._spans)
+        return all_of(observers)
+
     async def _serve(self, loaded: Loaded, on_ready: Callable[[Ready], None]) -> None:
-        engine = Engine(
+        engine = self._engine = Engine(
             loaded.runner,
             loaded.tokenizer,
             self._settings.scheduler_config,
             max_buffered_tokens=self._settings.engine.max_buffered_tokens,
             check_integrity=self._check_integrity,
-            decisions=self._decisions,
             pipeline_depth=self._settings.engine.pipeline_depth,
+            decisions=self._sink(),
+            observer=self._observer(),
         )
         self.backend.set_engine(engine)
         gc.collect()
@@ -233,7 +293,7 @@ class App:
     async def _drain(self, engine: Engine) -> None:
         """Let what runs end, refuse what is new, cut what lasts too long."""
         await self.health.set(serving=False)
-        grace_s = self._settings.server.grace_s
+        grace_s = self._grace_s
         log.info("server.draining", grace_s=grace_s, num_alive=engine.statistics().num_alive)
         engine.drain()
         for session in list(self.backend.sessions):
@@ -257,6 +317,7 @@ class App:
 
     async def _end_calls(self) -> None:
         """Let sessions write their last events and end."""
+        self.feed.close()
         for session in list(self.backend.sessions):
             session.end()
         try:
@@ -276,26 +337,8 @@ class App:
             max_request_tokens=engine.max_request_tokens,
             computed_by=engine.info.computed_by,
             runner="inline" if engine.runner_pid is None else f"process {engine.runner_pid}",
+            event_loop=type(asyncio.get_running_loop()).__module__.partition(".")[0],
+            transport=self._ports.transport,
+            control_address=self.control_address if self.control_address != self.address else "",
+            metrics_address=self.metrics_address,
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _options(settings: Settings) -> list[tuple[str, int]]:
-    """Options of the transport; a misspelt one is silently ignored, so tests look at their effects."""
-    return [
-        ("grpc.so_reuseport", 0),
-        ("grpc.max_concurrent_streams", settings.server.max_concurrent_streams),
-        ("grpc.max_receive_message_length", settings.server.max_frame_bytes),
-        ("grpc.keepalive_time_ms", 30_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.ping_timeout_ms", 10_000),
-        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-        ("grpc.server_handshake_timeout_ms", 10_000),
-    ]

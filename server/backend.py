@@ -5,17 +5,19 @@ messages only as far as limits are announced in them.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
 import structlog
 
-from engine.errors import Draining
+from engine.errors import Draining, VorrangError
 from engine.handle import RequestHandle
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
@@ -23,8 +25,11 @@ from engine.runner.base import ModelInfo
 from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from server import convert
 from server.convert import Draft
-from server.errors import EngineStarting
+from server.errors import EngineStarting, row_of
+from server.identity import CALLER
 from server.metadata import MAX_REQUEST_ID_BYTES
+from server.metrics import Metrics
+from server.rates import TokenRates
 from server.settings import ServerSection
 from vorrang.v1 import types_pb2 as types
 from vorrang.v1.generation_pb2 import AcceptedEvent
@@ -66,10 +71,12 @@ class Ticket:
     Attributes:
         handle: the engine's.
         accepted: the first event its caller gets.
+        client_request_id: the id its client chose; may be empty.
     """
 
     handle: RequestHandle
     accepted: AcceptedEvent
+    client_request_id: str = ""
 
 
 class Backend:
@@ -78,10 +85,21 @@ class Backend:
     Args:
         settings: limits and defaults.
         model_name: name under which the model is served; None = its own.
+        rates: tokens a second by tenant; None = no limits.
+        metrics: is told of refusals; None = its own.
     """
 
-    def __init__(self, settings: ServerSection, model_name: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSection,
+        model_name: str | None = None,
+        *,
+        rates: TokenRates | None = None,
+        metrics: Metrics | None = None,
+    ) -> None:
         self.settings = settings
+        self.metrics = metrics or Metrics()
+        self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
@@ -126,12 +144,35 @@ class Backend:
         Raises:
             EngineStarting, InvalidRequest, Unimplemented, UnknownModel: see ``convert.draft_of``.
         """
-        return convert.draft_of(
-            spec,
-            info=self.info,
-            tokenizer=self.engine.tokenizer,
-            default_max_tokens=self.settings.default_max_tokens,
-        )
+        with self._refusals_counted():
+            return convert.draft_of(
+                spec,
+                info=self.info,
+                tokenizer=self.engine.tokenizer,
+                default_max_tokens=self.settings.default_max_tokens,
+            )
+
+    @property
+    def default_level(self) -> int:
+        """Priority of the caller's requests that carry none."""
+        own = CALLER.get().default_level
+        return self.settings.default_level if own is None else own
+
+    def allowed_level(self, level: int) -> int:
+        """The level the caller's requests get when they ask for one."""
+        return CALLER.get().allowed(level)
+
+    def find(self, request_id: RequestId) -> Ticket | None:
+        """A request whose caller has not seen the end, by the server's id."""
+        return self._tickets.get(request_id)
+
+    @contextlib.contextmanager
+    def _refusals_counted(self) -> Iterator[None]:
+        try:
+            yield
+        except VorrangError as error:
+            self.metrics.refused(CALLER.get().tenant, row_of(error).reason)
+            raise
 
     def submit(
         self,
@@ -141,21 +182,36 @@ class Backend:
         client_request_id: str,
         on_ready: Callable[[RequestHandle], None] | None = None,
     ) -> Ticket:
-        """Give a request to the engine.
+        """Give a request of the caller's to the engine, at the level its tenant may have.
 
         Raises:
+            TokenRateExceeded: its tenant has used its tokens.
             VorrangError: the engine refuses it, see ``Engine.submit``.
         """
-        engine = self.engine
+        with self._refusals_counted():
+            return self._submit(draft, token_ids, level, client_request_id, on_ready)
+
+    def _submit(
+        self,
+        draft: Draft,
+        token_ids: Iterable[int],
+        level: int,
+        client_request_id: str,
+        on_ready: Callable[[RequestHandle], None] | None,
+    ) -> Ticket:
+        engine, caller = self.engine, CALLER.get()
+        self._rates.check(caller.tenant)
         request_id = RequestId(f"r{next(self._ids)}")
         spec = convert.request_spec(
             draft,
             token_ids,
             request_id,
-            level,
+            caller.allowed(level),
             info=self.info,
             context_tokens=engine.config.max_context_tokens,
         )
+        if caller.tenant:
+            spec = dataclasses.replace(spec, tenant=caller.tenant, cache_salt=caller.tenant)
         handle = engine.submit(spec, on_ready)
         log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
         ticket = Ticket(
@@ -166,6 +222,7 @@ class Backend:
                 queue_position=handle.queue_position,
                 priority_ignored=not engine.uses_level,
             ),
+            client_request_id,
         )
         self._tickets[request_id] = ticket
         return ticket

@@ -82,9 +82,27 @@ Config = Annotated[
 Listen = Annotated[
     str | None, typer.Option(metavar="HOST:PORT", help="Address; port 0 = any.", rich_help_panel=_SERVER)
 ]
-InsecureListen = Annotated[
+Insecure = Annotated[
     bool | None,
-    typer.Option("--insecure-listen", help="Allow plaintext on more than loopback.", rich_help_panel=_SERVER),
+    typer.Option("--insecure", help="Allow plaintext on more than loopback.", rich_help_panel=_SERVER),
+]
+TlsCertificate = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="Certificate; makes it TLS.", rich_help_panel=_SERVER)
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="Private key of the certificate.", rich_help_panel=_SERVER)
+]
+TlsClientCa = Annotated[
+    Path | None,
+    typer.Option(metavar="PEM", help="Authorities of clients; makes it mTLS.", rich_help_panel=_SERVER),
+]
+ControlListen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Own port of ControlService.", rich_help_panel=_SERVER),
+]
+MetricsListen = Annotated[
+    str | None,
+    typer.Option(metavar="HOST:PORT", help="Port of metrics for Prometheus.", rich_help_panel=_SERVER),
 ]
 Grace = Annotated[
     float | None, typer.Option(help="Seconds for running requests after SIGTERM.", rich_help_panel=_SERVER)
@@ -130,7 +148,12 @@ LogLevelOption = Annotated[LogLevel | None, typer.Option(help="What is logged.",
 @main.command()
 def serve(
     listen: Listen = None,
-    insecure_listen: InsecureListen = None,
+    insecure: Insecure = None,
+    tls_certificate: TlsCertificate = None,
+    tls_key: TlsKey = None,
+    tls_client_ca: TlsClientCa = None,
+    control_listen: ControlListen = None,
+    metrics_listen: MetricsListen = None,
     grace_s: Grace = None,
     model: Model = None,
     model_name: ModelName = None,
@@ -155,7 +178,12 @@ def serve(
         config,
         {
             "server.listen": listen,
-            "server.insecure_listen": insecure_listen,
+            "server.insecure": insecure,
+            "tls.certificate": tls_certificate,
+            "tls.private_key": tls_key,
+            "tls.client_ca": tls_client_ca,
+            "control.listen": control_listen,
+            "metrics.listen": metrics_listen,
             "server.grace_s": grace_s,
             "model.path": model,
             "model.name": model_name,

@@ -242,6 +242,11 @@ def fill_event(
             frame.failed.CopyFrom(failed(event.error, usage(event.usage)))
 
 
+def preempt_reason(reason: PreemptReason) -> types.PreemptReason:
+    """Why somebody lost its place, as the wire has it."""
+    return _PREEMPT_REASONS[reason]
+
+
 def finished(event: ev.Finished) -> gen.FinishedEvent:
     """The terminal event of an output."""
     return gen.FinishedEvent(

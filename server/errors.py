@@ -37,6 +37,59 @@ class EngineStarting(e.VorrangError):
         self.retry_after_s = retry_after_s
 
 
+class Unauthenticated(e.VorrangError):
+    """No or bad credentials; the message never holds them."""
+
+
+class PermissionDenied(e.VorrangError):
+    """The identity may not do this."""
+
+
+class TooManyCalls(e.VorrangError):
+    """As many calls are open as may, or a peer begins them too quickly.
+
+    Args:
+        subject: what there is too much of, such as ``open sessions``.
+        limit: the limit, in words.
+        retry_after_s: seconds after which trying again makes sense.
+    """
+
+    retryable = True
+
+    def __init__(self, subject: str, limit: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(f"{subject}: as many as may be, {limit}")
+        self.subject = subject
+        self.retry_after_s = retry_after_s
+
+
+class TokenRateExceeded(e.TenantQuotaExceeded):
+    """A tenant has used more tokens than it gets by the second.
+
+    Args:
+        tenant: which.
+        tokens_per_s: what it gets.
+        retry_after_s: seconds until its debt is paid.
+    """
+
+    def __init__(self, tenant: str, tokens_per_s: float, retry_after_s: float) -> None:
+        super().__init__(f"token rate of tenant {tenant!r}", "tokens", round(tokens_per_s), retry_after_s)
+        self.args = (f"tenant {tenant!r} has used its {tokens_per_s:g} tokens a second",)
+
+
+class EndedCall(Exception):
+    """The request of a call failed after it had been accepted.
+
+    Args:
+        error: with what.
+        usage: what it had cost.
+    """
+
+    def __init__(self, error: e.VorrangError, usage: Message) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.usage = usage
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """How a class of errors looks on the wire.
@@ -64,7 +117,7 @@ def _retry(error: Any) -> list[Message]:
     return [error_details_pb2.RetryInfo(retry_delay=delay)]
 
 
-def _quota(error: e.QueueFull) -> list[Message]:
+def _quota(error: Any) -> list[Message]:
     violation = error_details_pb2.QuotaFailure.Violation(subject=error.subject, description=str(error))
     return [*_retry(error), error_details_pb2.QuotaFailure(violations=[violation])]
 
@@ -83,6 +136,9 @@ TABLE: dict[type[e.VorrangError], Row] = {
     e.SessionState: Row(_Code.FAILED_PRECONDITION, "SESSION_STATE"),
     e.QueueFull: Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", _quota),
     e.TenantQuotaExceeded: Row(_Code.RESOURCE_EXHAUSTED, "TENANT_QUOTA_EXCEEDED", _quota),
+    TooManyCalls: Row(_Code.RESOURCE_EXHAUSTED, "CALL_LIMIT", _quota),
+    Unauthenticated: Row(_Code.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    PermissionDenied: Row(_Code.PERMISSION_DENIED, "PERMISSION_DENIED"),
     e.Displaced: Row(_Code.ABORTED, "DISPLACED"),
     e.SessionLimit: Row(_Code.RESOURCE_EXHAUSTED, "SESSION_LIMIT"),
     e.SlowConsumer: Row(_Code.RESOURCE_EXHAUSTED, "SLOW_CONSUMER"),
@@ -127,13 +183,15 @@ def status_of(error: BaseException) -> status_pb2.Status:
 
 
 async def abort(context: "grpc.aio.ServicerContext[Any, Any]", error: BaseException) -> None:
-    """End a call with the status of ``error``.
+    """End a call with the status of ``error``; that of an ``EndedCall`` also says what it had cost.
 
     Raises:
         grpc.aio.AbortError: always; it ends the handler.
     """
-    shown = public(error)
+    shown = public(error.error if isinstance(error, EndedCall) else error)
     status = status_of(shown)
+    if isinstance(error, EndedCall):
+        status.details.add().Pack(error.usage)
     trailers: list[tuple[str, str | bytes]] = [(_DETAILS_KEY, status.SerializeToString())]
     retry_after_s = getattr(shown, "retry_after_s", None)
     if retry_after_s is not None:

@@ -5,7 +5,6 @@ frame that can't be decoded may not cost the stream.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -16,14 +15,13 @@ from engine.events import Delta, Failed, Finished
 from engine.request import FinishReason
 from server import convert
 from server.backend import Backend, Ticket, token_ids_of
-from server.errors import abort
+from server.errors import EndedCall
+from server.guard import Guard
 from server.metadata import check_request_id, level_of, request_id_of
 from server.session import PeerGone, Session
 from vorrang.v1 import generation_pb2 as gen
 
 SERVICE = "vorrang.v1.GenerationService"
-
-_Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class GenerationService:
@@ -36,13 +34,13 @@ class GenerationService:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def rpc_handler(self) -> grpc.GenericRpcHandler:
+    def rpc_handler(self, guard: Guard) -> grpc.GenericRpcHandler:
         """What a server is given."""
         stream, unary = grpc.unary_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
         methods: dict[str, Any] = {
-            "Session": grpc.stream_stream_rpc_method_handler(self._guarded(self.session)),
+            "Session": grpc.stream_stream_rpc_method_handler(guard.wrap(self.session, is_session=True)),
             "GenerateStream": stream(
-                self._guarded(self.generate_stream),
+                guard.wrap(self.generate_stream),
                 gen.GenerateStreamRequest.FromString,
                 gen.GenerateStreamResponse.SerializeToString,
             ),
@@ -53,7 +51,7 @@ class GenerationService:
             ("Detokenize", self.detokenize, gen.DetokenizeRequest),
             ("GetModel", self.get_model, gen.GetModelRequest),
         ):
-            methods[name] = unary(self._guarded(call), request_class.FromString, _serialized)
+            methods[name] = unary(guard.wrap(call), request_class.FromString, _serialized)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def session(self, _: Any, context: Any) -> None:
@@ -74,7 +72,7 @@ class GenerationService:
             await _write(context, gen.GenerateStreamResponse(sequence=sequence, accepted=ticket.accepted))
             async for event in ticket.handle.events():
                 if isinstance(event, Failed):
-                    raise event.error
+                    raise EndedCall(event.error, convert.usage(event.usage))
                 sequence += 1
                 frame = gen.GenerateStreamResponse(sequence=sequence)
                 ignored = ticket.accepted.priority_ignored
@@ -104,7 +102,7 @@ class GenerationService:
                     case Finished():
                         response.finished.CopyFrom(convert.finished(event))
                     case Failed():
-                        raise event.error
+                        raise EndedCall(event.error, convert.usage(event.usage))
         finally:
             self._settle(ticket, context)
         response.text = "".join(pieces)
@@ -155,7 +153,7 @@ class GenerationService:
         if not request.HasField("spec"):
             raise InvalidRequest("spec", "must be given", None)
         draft = self._backend.draft(request.spec)
-        levels = (draft.level, metadata_level, self._backend.settings.default_level)
+        levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
         return self._backend.submit(draft, await token_ids_of(draft), level, client_id)
 
@@ -164,29 +162,6 @@ class GenerationService:
         expired = remaining_s is not None and remaining_s <= 0
         reason = FinishReason.TIME_LIMIT if expired else FinishReason.CANCELLED
         self._backend.settle(ticket, reason)
-
-    def _guarded(self, call: _Handler) -> _Handler:
-        """Count the call, and let it end with nothing but an answer or a status of ours."""
-
-        async def guarded(request: Any, context: Any) -> Any:
-            self._backend.enter()
-            try:
-                return await call(request, context)
-            except asyncio.CancelledError as error:
-                task = asyncio.current_task()
-                if task is not None and task.cancelling():
-                    raise  # the peer is gone, or the server stops
-                await abort(context, error)  # a bug of ours; without a status the peer would wait for ever
-            except PeerGone:
-                return None  # nobody is left to be told
-            except grpc.aio.AbortError:
-                raise
-            except Exception as error:
-                await abort(context, error)
-            finally:
-                self._backend.leave()
-
-        return guarded
 
 
 async def _write(context: Any, frame: gen.GenerateStreamResponse) -> None:

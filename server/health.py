@@ -16,6 +16,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.loop import EngineStatistics
 
 SERVICES = ("", "vorrang.v1.GenerationService", "vorrang.v1.ControlService")
+#: Calls of ``Watch`` open at once.
+MAX_WATCHERS = 256
 _Status = health_pb2.HealthCheckResponse
 
 log = structlog.get_logger("vorrang.server")
@@ -26,6 +28,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     def __init__(self) -> None:
         self._serving = False
+        self._num_watchers = 0
         self._changed = asyncio.Condition()
 
     @property
@@ -46,13 +49,25 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
         return _Status(status=self._status(request.service))
 
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
-        """The answer now and whenever it changes, until the client leaves."""
+        """The answer now and whenever it changes, until the client leaves.
+
+        Nobody has to say who it is for this, so there are ``MAX_WATCHERS`` at most; the others may poll.
+        """
+        if self._num_watchers >= MAX_WATCHERS:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch; call Check instead")
+        self._num_watchers += 1
+        try:
+            await self._tell(request.service, context)
+        finally:
+            self._num_watchers -= 1
+
+    async def _tell(self, service: str, context: Any) -> None:
         last: int | None = None
         while True:
             async with self._changed:
-                while self._status(request.service) == last:
+                while self._status(service) == last:
                     await self._changed.wait()
-                last = self._status(request.service)
+                last = self._status(service)
             await context.write(_Status(status=last))
 
     def _status(self, service: str) -> int:
@@ -69,8 +84,11 @@ async def follow_engine(health: Health, statistics: Callable[[], EngineStatistic
         statistics: a look at the engine.
         stall_s: seconds after which a step that does not end counts as a stall.
     """
+    now = statistics()
     while True:
-        await asyncio.sleep(stall_s / 4)
+        # In time to see a step that goes on become a stall, not a quarter later.
+        left_s = stall_s if now.idle else max(0.0, stall_s - now.heartbeat_age_s)
+        await asyncio.sleep(min(left_s or stall_s, stall_s / 4) + 0.001)
         now = statistics()
         alive = now.idle or now.heartbeat_age_s < stall_s
         if alive != health.serving:

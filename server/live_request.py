@@ -13,14 +13,16 @@ class LiveRequest:
     Attributes:
         client_id: the id its client chose.
         level: level in force, for the writer's order.
+        is_capped: whether the last change of priority asked for more than its tenant may have.
         ticket: set once it is submitted.
     """
 
-    __slots__ = ("_deferred", "_first", "_sequence", "client_id", "level", "refusal", "ticket")
+    __slots__ = ("_deferred", "_first", "_sequence", "client_id", "is_capped", "level", "refusal", "ticket")
 
     def __init__(self, client_id: str, level: int) -> None:
         self.client_id = client_id
         self.level = level
+        self.is_capped = False
         self.ticket: Ticket | None = None
         self.refusal: Exception | None = None
         self._first: gen.AcceptedEvent | None = None
@@ -59,6 +61,8 @@ class LiveRequest:
         for event in self.ticket.handle.take():
             frames.append(self._frame())
             convert.fill_event(frames[-1], event, priority_ignored=self.ticket.accepted.priority_ignored)
+            if frames[-1].HasField("priority_changed"):
+                frames[-1].priority_changed.capped = self.is_capped
         return frames, ended
 
     def _frame(self) -> gen.SessionResponse:

@@ -12,6 +12,7 @@ from typing import NoReturn
 import structlog
 
 from engine.errors import VorrangError
+from server import event_loop
 from server import log as logs
 from server.app import END_S_MAX, App, EngineDied, Ready
 from server.load import load
@@ -32,7 +33,8 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
     """
     logs.set_up(settings.log.level, settings.log.format)
     try:
-        asyncio.run(_serve(settings))
+        with asyncio.Runner(loop_factory=event_loop.factory(settings.server.event_loop)) as runner:
+            runner.run(_serve(settings))
     except EngineDied:
         print("vorrang: the engine died; the log says why", file=sys.stderr)  # noqa: T201
         sys.exit(EXIT_ENGINE_DIED)
@@ -44,16 +46,15 @@ async def _serve(settings: Settings) -> None:
     app = App(settings, functools.partial(load, settings))
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
+    def draining(grace_s: float) -> None:
         # A step that never ends can't be interrupted in this process: then the process itself must end.
-        grace_s = settings.server.grace_s + 4 * END_S_MAX
-        backstop = threading.Timer(grace_s, os._exit, (EXIT_ENGINE_DIED,))
+        backstop = threading.Timer(grace_s + 4 * END_S_MAX, os._exit, (EXIT_ENGINE_DIED,))
         backstop.daemon = True
         backstop.start()
-        app.stop()
 
+    app.on_drain = draining
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, app.stop)
     try:
         await app.run(_say_ready)
     finally:

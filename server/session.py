@@ -184,11 +184,11 @@ class Session:
         return gen.SessionResponse(opened=opened)
 
     def _level(self, own: int | None) -> int:
-        """Priority by precedence: start field > session default > metadata > server default."""
+        """Priority by precedence: start field > session default > metadata > tenant's or server's default."""
         for level in (own, self._default_level, self._metadata_level):
             if level is not None:
                 return level
-        return self._backend.settings.default_level
+        return self._backend.default_level
 
     async def _start(self, command: gen.StartCommand) -> None:
         client_id = check_request_id(command.request_id)
@@ -243,7 +243,9 @@ class Session:
         request = self._requests.get(command.request_id)
         if request is None:
             raise e.UnknownRequest(_shown(command.request_id))
-        level = convert.level_of(command.priority)
+        asked = convert.level_of(command.priority)
+        level = self._backend.allowed_level(asked)
+        request.is_capped = level != asked
         request.when_submitted(lambda ticket: ticket.handle.set_level(level))
 
     async def _put(self, frame: gen.SessionResponse) -> None:

@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     ValidationError,
     ValidationInfo,
@@ -32,12 +31,22 @@ from engine.errors import VorrangError
 from engine.priority import CLASSES
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.order import policy_named
+from server.sections import (
+    ADDRESS,
+    AdmissionSection,
+    ControlSection,
+    MetricsSection,
+    TenantName,
+    TenantSection,
+    TlsSection,
+    TracingSection,
+)
+from server.sections import FROZEN as _FROZEN
 
 PREFIX = "VORRANG_"
 DELIMITER = "__"
 #: In the place of a model's path: the hand-computable fake that tests are made with.
 SCRIPTED = "scripted"
-_FROZEN = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class SettingsError(VorrangError):
@@ -49,7 +58,8 @@ class ServerSection(BaseModel):
 
     Attributes:
         listen: ``host:port``; port 0 = any free one.
-        insecure_listen: allow plaintext on more than loopback.
+        insecure: allow plaintext on more than loopback.
+        event_loop: what runs the server: ``auto`` = uvloop where it is installed.
         grace_s: seconds running requests are given after SIGTERM.
         stall_s: seconds without an engine heartbeat before health says NOT_SERVING.
         default_level: priority of requests that carry none.
@@ -62,8 +72,9 @@ class ServerSection(BaseModel):
 
     model_config = _FROZEN
 
-    listen: str = Field(default="127.0.0.1:50051", pattern=r"^(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):[0-9]{1,5}$")
-    insecure_listen: bool = False
+    listen: str = Field(default="127.0.0.1:50051", pattern=ADDRESS)
+    insecure: bool = False
+    event_loop: Literal["auto", "asyncio", "uvloop"] = "auto"
     grace_s: float = Field(default=30.0, ge=0, le=3600)
     stall_s: float = Field(default=30.0, gt=0)
     default_level: int = Field(default=0, ge=-100, le=100)
@@ -159,12 +170,16 @@ def _complete_class(value: Any, info: ValidationInfo) -> Any:
     return dataclasses.asdict(default) | value if isinstance(value, dict) else value
 
 
-#: The fields of ``SchedulerConfig``, so that they are written down once.
+#: The fields of ``SchedulerConfig``, so that they are written down once; tenants have a section of their own.
 SchedulerSection: Any = create_model(
     "SchedulerSection",
     __config__=_FROZEN,
     __validators__={"complete": field_validator(*_CLASS_NAMES, mode="before")(_complete_class)},
-    **{field.name: (field.type, field.default) for field in dataclasses.fields(SchedulerConfig)},  # type: ignore[call-overload]
+    **{  # type: ignore[call-overload]
+        field.name: (field.type, field.default)
+        for field in dataclasses.fields(SchedulerConfig)
+        if field.name != "tenants"
+    },
 )
 
 
@@ -185,6 +200,12 @@ class Settings(BaseSettings):
     scheduler: SchedulerSection = SchedulerSection()
     engine: EngineSection = EngineSection()
     log: LogSection = LogSection()
+    tls: TlsSection = TlsSection()
+    tenants: dict[TenantName, TenantSection] = Field(default_factory=dict)
+    admission: AdmissionSection = AdmissionSection()
+    control: ControlSection = ControlSection()
+    metrics: MetricsSection = MetricsSection()
+    tracing: TracingSection = TracingSection()
 
     @classmethod
     def settings_customise_sources(
@@ -205,8 +226,9 @@ class Settings(BaseSettings):
         Raises:
             InvalidSetting: the values contradict each other.
         """
-        fields = dataclasses.fields(SchedulerConfig)
-        return SchedulerConfig(**{field.name: getattr(self.scheduler, field.name) for field in fields})
+        names = [field.name for field in dataclasses.fields(SchedulerConfig) if field.name != "tenants"]
+        tenants = tuple(tenant.rules(name) for name, tenant in self.tenants.items())
+        return SchedulerConfig(**{name: getattr(self.scheduler, name) for name in names}, tenants=tenants)
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +300,27 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
         raise SettingsError(str(error)) from None
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
         raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
+    _check_tenants(settings.tenants)
     return Loaded(settings, origins)
+
+
+def _check_tenants(tenants: Mapping[str, TenantSection]) -> None:
+    """A credential names one tenant.
+
+    Raises:
+        SettingsError: it names two, or callers without one would be two.
+    """
+    for what in ("token_hashes", "certificate_subjects"):
+        owners: dict[str, str] = {}
+        for name, tenant in tenants.items():
+            for credential in getattr(tenant, what):
+                if credential in owners:
+                    other = owners[credential]
+                    raise SettingsError(f"tenants.{name}.{what} holds what tenants.{other}.{what} holds")
+                owners[credential] = name
+    anonymous = [name for name, tenant in tenants.items() if tenant.anonymous]
+    if len(anonymous) > 1:
+        raise SettingsError(f"tenants.{anonymous[1]}.anonymous: tenants.{anonymous[0]} has it already")
 
 
 def _refuse_unknown_sections() -> None:

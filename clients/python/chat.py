@@ -153,7 +153,7 @@ def converse(target: str, conversation: Conversation) -> None:
     console = Console()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with asyncio.Runner() as runner:
-        client = VorrangClient(target)
+        client = VorrangClient.from_environment(target)
         runner.run(client.__aenter__())
         try:
             model = runner.run(client.get_model())

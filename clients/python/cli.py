@@ -5,6 +5,7 @@ usage or a refused field, 130 Ctrl-C.
 """
 
 import asyncio
+import getpass
 import os
 import sys
 from collections.abc import Coroutine
@@ -13,6 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from clients.python.auth import hash_token
 from clients.python.chat import Conversation, converse
 from clients.python.client import VorrangClient
 from clients.python.demo import DemoOptions, run_demo
@@ -34,6 +36,9 @@ main = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
+main.add_typer(auth_app, name="auth")
+
 Target = Annotated[
     str, typer.Option("--target", envvar="VORRANG_TARGET", help="Address of the server, as HOST:PORT.")
 ]
@@ -46,7 +51,11 @@ PriorityName = Annotated[
 
 @main.callback()
 def _root() -> None:
-    """Talk to a Vorrang server."""
+    """Talk to a Vorrang server.
+
+    VORRANG_TOKEN holds a bearer token, VORRANG_CA names a PEM file with the server's authority (TLS),
+    VORRANG_CERTIFICATE and VORRANG_KEY name the client's own certificate (mTLS).
+    """
 
 
 @main.command()
@@ -88,7 +97,7 @@ async def _generate(
     target: str, prompt: str | None, options: RequestOptions, timeout_s: float | None
 ) -> None:
     async with (
-        VorrangClient(target) as client,
+        VorrangClient.from_environment(target) as client,
         client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
     ):
         async for event in stream:
@@ -164,6 +173,14 @@ def demo(
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
     held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
+
+
+@auth_app.command("hash-token")
+def auth_hash_token() -> None:
+    """Read a bearer token from standard input, or ask for it, and print its hash for a server's settings."""
+    token = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.read()
+    with _expected_failures():
+        print(hash_token(token.rstrip("\r\n")))  # noqa: T201
 
 
 class _expected_failures:  # noqa: N801  # Reads as a statement where it is used.

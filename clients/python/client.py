@@ -6,7 +6,9 @@ they were entered in. It needs nothing but grpc and protobuf.
 
 import asyncio
 import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -90,6 +92,33 @@ class VorrangClient:
             *channel_options,
         ]
         self._open_channel: grpc.aio.Channel | None = None
+
+    @classmethod
+    def from_environment(cls, target: str) -> Self:
+        """A client with the credentials that the environment names.
+
+        ``VORRANG_TOKEN`` is a bearer token; ``VORRANG_CA`` a PEM file with the server's authority: it makes
+        it TLS; ``VORRANG_CERTIFICATE`` and ``VORRANG_KEY`` PEM files with the client's own, for mTLS.
+
+        Raises:
+            ValueError: a file can't be read, or one of a pair is missing.
+        """
+        token, ca, certificate, key = (
+            os.environ.get(f"VORRANG_{name}") for name in ("TOKEN", "CA", "CERTIFICATE", "KEY")
+        )
+        if (certificate is None) != (key is None):
+            raise ValueError("VORRANG_CERTIFICATE and VORRANG_KEY must be set together")
+        if certificate is not None and ca is None:
+            raise ValueError("VORRANG_CERTIFICATE must not be set without VORRANG_CA")
+        try:
+            ca_pem, certificate_pem, key_pem = (
+                Path(path).read_bytes() if path else None for path in (ca, certificate, key)
+            )
+        except OSError as error:
+            raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
+        credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem) if ca_pem else None
+        metadata = [("authorization", f"Bearer {token}")] if token else []
+        return cls(target, credentials=credentials, metadata=metadata)
 
     async def __aenter__(self) -> Self:
         if self._credentials is None:

@@ -164,6 +164,7 @@ CLASS_BY_REASON: dict[str, type[VorrangError]] = {
     "TENANT_QUOTA_EXCEEDED": Overloaded,
     "SLO_UNATTAINABLE": Overloaded,
     "SESSION_LIMIT": Overloaded,
+    "CALL_LIMIT": Overloaded,
     "SLOW_CONSUMER": SlowConsumer,
     "DRAINING": ServerUnavailable,
     "ENGINE_RESTARTING": ServerUnavailable,

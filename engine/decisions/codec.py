@@ -22,7 +22,7 @@ from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, St
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
-from engine.scheduler.config import ClassConfig, SchedulerConfig
+from engine.scheduler.config import ClassConfig, SchedulerConfig, TenantConfig
 from engine.scheduler.decisions import Applied, Call, Committed, Origin, Planned, Record, Submitted
 from engine.scheduler.plan import StepResult
 
@@ -36,7 +36,7 @@ _COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpa
 _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip
-_UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig)
+_UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, TenantConfig)
 _LEFT_OUT = {"label", "stop_strings", "include_stop_string"}
 _FIELDS: Mapping[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in dataclasses.fields(cls) if f.name not in _LEFT_OUT)

@@ -208,9 +208,13 @@ class Admission:
             return max(num_kept, self._reserve.num_blocks(request, num_tokens, without))
 
         num_spare = spare(())
-        if not num_seats and (num_missing + num_spare <= 0 or num_needed <= 0):
+        tenants = self._state.tenants
+        tenant_has_room = tenants.has_room_for(request)
+        if tenant_has_room and not num_seats and (num_missing + num_spare <= 0 or num_needed <= 0):
             return []
         gate = Gate.SEAT if num_seats else Gate.BLOCKS if num_missing > 0 else Gate.WATERMARK
+        if not tenant_has_room:
+            gate = Gate.TENANT
         if not self._config.preempt_for_arrivals:
             return gate
         candidates, running = self._evictable_for(request), self._state.running
@@ -229,6 +233,7 @@ class Admission:
                 blocks=self._blocks,
                 policy=self._policy,
                 credit=credit if with_spare and self._reserve is not None else None,
+                allows=None if tenant_has_room else lambda chosen: tenants.has_room_for(request, chosen),
             )
 
         victims = choose(num_missing + num_spare if num_needed > 0 else 0)

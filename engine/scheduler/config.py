@@ -33,6 +33,27 @@ class ClassConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """Rules for one tenant.
+
+    Attributes:
+        name: of the tenant.
+        max_running_requests: seats it may hold; None = as many as there are.
+        max_running_tokens: prompt + output tokens, at their longest, of what is in seats; None = any number.
+        max_waiting_requests: its longest queue; None = what holds for every tenant.
+        max_waiting_tokens: most prompt tokens in that queue; None = what holds for every tenant.
+        weight: its share relative to others under the policy ``fair``.
+    """
+
+    name: str
+    max_running_requests: int | None = None
+    max_running_tokens: int | None = None
+    max_waiting_requests: int | None = None
+    max_waiting_tokens: int | None = None
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits and policy of the scheduler.
 
@@ -58,6 +79,7 @@ class SchedulerConfig:
         starved_share: share of seats, blocks and prefill tokens kept for starved requests; at least
             one request's.
         interactive, standard, batch: rules by class.
+        tenants: rules of the tenants that have any of their own.
         prefill_first_max_input_tokens: tokens a step of prefills may process, besides ``max_step_tokens``.
         prefill_first_max_chunk_tokens: the same again, as the size into which prompts are cut.
         prefill_first_max_requests: prefills in one step.
@@ -88,6 +110,7 @@ class SchedulerConfig:
     interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
     standard: ClassConfig = ClassConfig(120.0, 0.02, ttft_target_s=10.0, tpot_target_s=0.2)
     batch: ClassConfig = ClassConfig(600.0, 0.02)
+    tenants: tuple[TenantConfig, ...] = ()
     prefill_first_max_input_tokens: int = 16384
     prefill_first_max_chunk_tokens: int = 8192
     prefill_first_max_requests: int = 1024
@@ -128,6 +151,10 @@ class SchedulerConfig:
             _check(f"scheduler.{name}", value is None or value > 0, "must be greater than 0", value)
         for name in ("interactive", "standard", "batch"):
             self._check_class(name, getattr(self, name))
+        names = [tenant.name for tenant in self.tenants]
+        _check("tenants", len(set(names)) == len(names), "must have names of their own", names)
+        for tenant in self.tenants:
+            self._check_tenant(tenant)
 
     @staticmethod
     def _check_class(name: str, config: ClassConfig) -> None:
@@ -142,6 +169,14 @@ class SchedulerConfig:
         for limit in ("max_waiting_requests", "max_waiting_tokens"):
             value = getattr(config, limit)
             _check(f"{where}.{limit}", value >= 1, "must be at least 1", value)
+
+    @staticmethod
+    def _check_tenant(config: TenantConfig) -> None:
+        where = f"tenants.{config.name}"
+        for limit in (name for name in config.__slots__ if name.startswith("max_")):
+            value = getattr(config, limit)
+            _check(f"{where}.{limit}", value is None or value >= 1, "must be at least 1", value)
+        _check(f"{where}.weight", config.weight > 0, "must be greater than 0", config.weight)
 
     def class_config(self, level: int) -> ClassConfig:
         """Rules for the class of a level."""

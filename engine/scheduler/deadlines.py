@@ -5,6 +5,9 @@ from collections.abc import Mapping
 
 from engine.request import Request, RequestId
 
+#: Entries of ended requests that are left alone until they come due.
+MAX_STALE = 256
+
 
 class Deadlines:
     """Queue and total deadlines of the requests that have any."""
@@ -12,6 +15,11 @@ class Deadlines:
     def __init__(self) -> None:
         self._queue: list[tuple[float, int, RequestId]] = []
         self._total: list[tuple[float, int, RequestId]] = []
+
+    @property
+    def num_entries(self) -> int:
+        """Entries in the heaps, those of ended requests included."""
+        return len(self._queue) + len(self._total)
 
     def add(self, request: Request) -> None:
         """Watch a new request."""
@@ -25,6 +33,10 @@ class Deadlines:
         """Requests whose time has run out at ``now``; each is named once."""
         expired: dict[RequestId, None] = {}
         for heap in (self._queue, self._total):
+            if len(heap) > 2 * len(alive) + MAX_STALE:
+                # Entries of the ended would stay until they come due, which may be hours.
+                heap[:] = [entry for entry in heap if entry[2] in alive]
+                heapq.heapify(heap)
             while heap and heap[0][0] <= now:
                 _, _, request_id = heapq.heappop(heap)
                 request = alive.get(request_id)

@@ -17,6 +17,7 @@ class Gate(enum.Enum):
     JUST_PREEMPTED = "just_preempted"
     PREFIX = "prefix"
     IN_FLIGHT = "in_flight"
+    TENANT = "tenant"
 
 
 class StepDraft:

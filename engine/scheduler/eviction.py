@@ -18,6 +18,7 @@ def choose_victims(
     blocks: BlockManager,
     policy: Policy,
     credit: Callable[[Sequence[Request]], int] | None = None,
+    allows: Callable[[Sequence[Request]], bool] | None = None,
 ) -> list[Request] | None:
     """Choose who gives way.
 
@@ -38,6 +39,7 @@ def choose_victims(
         blocks: who holds what.
         policy: whose urgency counts.
         credit: blocks by which the need shrinks when these are gone, beyond those they hold.
+        allows: what else must hold when these are gone; going without more of them never breaks it.
 
     Returns:
         The victims, cheapest first, or None when no set covers the need.
@@ -58,7 +60,8 @@ def choose_victims(
 
     def covered(chosen: Sequence[Request]) -> bool:
         num_gained = reclaim.num_blocks + (credit(chosen) if credit else 0)
-        return num_gained >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
+        enough = num_gained >= num_blocks and sum(map(_has_seat, chosen)) >= num_seats
+        return enough and (allows is None or allows(chosen))
 
     def worst_first() -> Iterator[Request]:
         by_urgency = sorted(candidates, key=policy.urgency, reverse=True)

@@ -21,6 +21,7 @@ class QueueLimits:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
+        self._tenants = {tenant.name: tenant for tenant in config.tenants}
         self._num_requests: Counter[_Scope] = Counter()
         self._num_tokens: Counter[_Scope] = Counter()
         self._counted: set[RequestId] = set()
@@ -48,11 +49,14 @@ class QueueLimits:
             TenantQuotaExceeded: that is so.
         """
         config, scope = self._config, ("tenant", spec.tenant)
+        own = self._tenants.get(spec.tenant)
+        max_requests = (own and own.max_waiting_requests) or config.max_tenant_waiting_requests
+        max_tokens = (own and own.max_waiting_tokens) or config.max_tenant_waiting_tokens
         subject = f"queue of tenant {spec.tenant!r}"
-        if self._num_requests[scope] >= config.max_tenant_waiting_requests:
-            raise TenantQuotaExceeded(subject, "requests", config.max_tenant_waiting_requests)
-        if self._num_tokens[scope] + len(spec.prompt_token_ids) > config.max_tenant_waiting_tokens:
-            raise TenantQuotaExceeded(subject, "tokens", config.max_tenant_waiting_tokens)
+        if self._num_requests[scope] >= max_requests:
+            raise TenantQuotaExceeded(subject, "requests", max_requests)
+        if self._num_tokens[scope] + len(spec.prompt_token_ids) > max_tokens:
+            raise TenantQuotaExceeded(subject, "tokens", max_tokens)
 
     def broken_by(self, spec: RequestSpec) -> tuple[_Scope, QueueFull] | None:
         """The first limit of the whole queue or of a class that a newcomer would break; None if none.

@@ -1,6 +1,6 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol
 
 from sortedcontainers import SortedDict
@@ -165,8 +165,12 @@ class PriorityPolicy(_StaticPolicy):
         return request.level
 
 
-def policy_named(name: str) -> Policy:
+def policy_named(name: str, weights: Mapping[str, float] | None = None) -> Policy:
     """A fresh policy of that name.
+
+    Args:
+        name: as in the configuration.
+        weights: shares of tenants relative to others, for the policy that looks at tenants.
 
     Raises:
         InvalidSetting: there is none.
@@ -176,4 +180,4 @@ def policy_named(name: str) -> Policy:
     policies: dict[str, type[Policy]] = {p.name: p for p in (PriorityPolicy, FairPolicy, FcfsPolicy)}
     if name not in policies:
         raise InvalidSetting("scheduler.policy", f"must be one of {', '.join(sorted(policies))}", name)
-    return policies[name]()
+    return FairPolicy(weights) if name == FairPolicy.name else policies[name]()

@@ -67,6 +67,8 @@ class PrefillPass:
                     num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)
                     num_prefilling -= 1
             elif request.request_id in self._state.waiting and num_seats > 0:
+                if not self._state.tenants.has_room_for(request):
+                    continue  # it waits for its own tenant, so nothing is kept for it
                 num_needed = admission.num_blocks_at_longest(request)
                 if served and num_needed > num_blocks:
                     num_seats = 0
@@ -84,6 +86,7 @@ class PrefillPass:
         running = iter(sorted(self._state.prefilling, key=self._policy.rank))
         prefill = next(running, None)
         misfits: dict[RequestId, Request] = {}
+        full_tenants: set[str] = set()
         queue = iter(self._state.waiting)
         waiting = next(queue, None)
         while prefill or waiting:
@@ -91,14 +94,22 @@ class PrefillPass:
                 if prefill.status is RequestStatus.RUNNING:
                     self._draft.grant_chunk(prefill, self._config.max_chunk_tokens)
                 prefill = next(running, None)
+            elif waiting and waiting.spec.tenant in full_tenants:
+                waiting = next(queue, None)
             elif waiting:
-                may_go_on = self._admit_or_pass(waiting, misfits)
-                if waiting.request_id not in misfits:  # it left the queue, so look at it afresh
+                may_go_on = self._admit_or_pass(waiting, misfits, full_tenants)
+                if waiting.spec.tenant in full_tenants:
+                    may_go_on = True
+                elif waiting.request_id not in misfits:  # it left the queue, so look at it afresh
                     queue = (r for r in self._state.waiting if r.request_id not in misfits)
                 waiting = next(queue, None) if may_go_on else None
 
-    def _admit_or_pass(self, request: Request, misfits: dict[RequestId, Request]) -> bool:
+    def _admit_or_pass(
+        self, request: Request, misfits: dict[RequestId, Request], full_tenants: set[str]
+    ) -> bool:
         """Admit a request, or count it among those that others may pass.
+
+        Who waits for its own tenant's limit may be passed by anybody, and with it all of its tenant.
 
         Returns:
             Whether the next one may be looked at.
@@ -111,6 +122,9 @@ class PrefillPass:
             return all(misfit.num_bypassed < self._config.max_bypass for misfit in misfits.values())
         if self._draft.gate is None:
             self._draft.gate = gate
+        if gate is Gate.TENANT:
+            full_tenants.add(request.spec.tenant)
+            return True
         if gate not in (Gate.BLOCKS, Gate.WATERMARK, Gate.PREFIX, Gate.IN_FLIGHT):
             return False  # seats and budget are not to be had for whoever comes later, either
         misfits[request.request_id] = request

@@ -50,7 +50,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
         self.config = config
-        self.policy = policy_named(config.policy)
+        self.policy = policy_named(config.policy, {t.name: t.weight for t in config.tenants})
         self.blocks = blocks
         self._state = SchedulerState(config, self.policy, blocks)
         self._discipline = new_discipline(config)
@@ -102,7 +102,7 @@ class Scheduler:
             EmptyPrompt: no token.
             ContextExceeded: prompt + max_tokens is longer than the context.
             PoolExceeded: prompt + 1 token is larger than the whole pool.
-            InvalidRequest: the level is out of range.
+            InvalidRequest: the level is out of range, or its tenant may never run that many tokens.
         """
         num_prompt_tokens = len(spec.prompt_token_ids)
         context = self.config.max_context_tokens
@@ -121,6 +121,13 @@ class Scheduler:
             pool_tokens = self.blocks.num_blocks * self.blocks.block_size
             rule = f"must leave room for an output token in the KV pool of {pool_tokens} tokens"
             raise PoolExceeded("prompt", rule, num_prompt_tokens)
+        self._state.tenants.check(spec, self._num_tokens_max(spec))
+
+    def _num_tokens_max(self, spec: RequestSpec) -> int:
+        """Tokens at which a request ends whatever it says."""
+        pool_tokens = self.blocks.num_blocks * self.blocks.block_size
+        longest = len(spec.prompt_token_ids) + spec.sampling.max_tokens
+        return min(longest, self.config.max_context_tokens, pool_tokens + 1)
 
     def submit(self, spec: RequestSpec, now: float) -> list[SchedulerEvent]:
         """Queue a request; in a full queue it takes the place of the least urgent one that is less urgent.
@@ -136,10 +143,7 @@ class Scheduler:
         assert spec.request_id not in self._state.requests
         self._state.limits.check_tenant(spec)
         request = Request(spec, self._num_arrivals, now)
-        pool_tokens = self.blocks.num_blocks * self.blocks.block_size
-        request.num_tokens_max = min(
-            request.max_known_tokens, self.config.max_context_tokens, pool_tokens + 1
-        )
+        request.num_tokens_max = self._num_tokens_max(spec)
         events = self._make_room(request, now)
         self._num_arrivals += 1
         self._state.enqueue(request)

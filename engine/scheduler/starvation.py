@@ -12,6 +12,9 @@ from sortedcontainers import SortedDict
 from engine.request import Request, RequestId, RequestStatus
 from engine.scheduler.config import ClassConfig
 
+#: Entries of ended requests that are left alone until they come due.
+MAX_STALE = 256
+
 
 class StarvationWatch:
     """Finds requests whose wait has become too long, at a cost that follows their number.
@@ -36,10 +39,19 @@ class StarvationWatch:
             self._watched[request.request_id] = request
             heapq.heappush(self._due, (self._deadline(request), request.arrival_seq, request.request_id))
 
+    @property
+    def num_entries(self) -> int:
+        """Entries in the heap, those of ended requests included."""
+        return len(self._due)
+
     def forget(self, request: Request) -> None:
         """It has ended."""
         self._watched.pop(request.request_id, None)
         self.starved.pop(request.arrival_seq, None)
+        if len(self._due) > 2 * len(self._watched) + MAX_STALE:
+            # Entries of the ended would stay until they come due: minutes, in which there may be 100,000.
+            self._due = [entry for entry in self._due if entry[2] in self._watched]
+            heapq.heapify(self._due)
 
     def update(self, now: float) -> Collection[Request]:
         """Requests that are starved at ``now``, oldest first."""

@@ -15,6 +15,7 @@ from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.limits import QueueLimits
 from engine.scheduler.order import Policy
 from engine.scheduler.starvation import StarvationWatch
+from engine.scheduler.tenants import TenantSeats
 from kv.block_manager import BlockManager, PrefixHit
 
 
@@ -33,6 +34,7 @@ class SchedulerState:
         parked: requests that are not to be computed; they may hold blocks.
         requests: all that are alive, by id.
         limits: what the requests that were never admitted take of the queue limits.
+        tenants: what the seats take of the limits of their tenants.
         starvation: who waited longer than its class may.
     """
 
@@ -51,6 +53,7 @@ class SchedulerState:
         self.parked: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
         self.limits = QueueLimits(config)
+        self.tenants = TenantSeats(config.tenants)
         self.starvation = StarvationWatch(self.rules)
 
     def rules(self, request: Request) -> ClassConfig:
@@ -264,6 +267,7 @@ class SchedulerState:
         return running
 
     def _seat(self, request: Request) -> None:
+        self.tenants.seat(request)
         insort(self.running, request, key=self.policy.key)
         if request.is_ending:
             self.ending.append(request)
@@ -271,6 +275,7 @@ class SchedulerState:
             insort(self.prefilling if request.is_prefilling else self.decoding, request, key=self.policy.key)
 
     def _unseat(self, request: Request) -> None:
+        self.tenants.unseat(request)
         self.running.remove(request)
         if self.ending and request in self.ending:  # though its last token may have come by now
             self.ending.remove(request)
@@ -314,6 +319,7 @@ class SchedulerState:
         for request in self.requests.values():
             self._check_request(request)
         self.limits.check_integrity(r for r in self.requests.values() if not r.has_started)
+        self.tenants.check_integrity(self.running)
         self.starvation.check_integrity(self.requests.values())
 
     def _check_request(self, request: Request) -> None:

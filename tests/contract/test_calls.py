@@ -8,7 +8,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.support.wire import fields_in, reason_in, refused, spec, status_in, stub
-from vorrang.v1 import control_pb2, control_pb2_grpc
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
@@ -119,18 +118,6 @@ async def test_metadata_gives_the_priority_of_a_call(channel: Any) -> None:
     answer = await stub(channel).Generate(gen.GenerateRequest(spec=spec()), metadata=metadata)
     own = await stub(channel).Generate(gen.GenerateRequest(spec=spec(level=7)), metadata=metadata)
     assert (answer.accepted.level, own.accepted.level) == (-10, 7)
-
-
-async def test_every_control_call_is_typed_unimplemented(channel: Any) -> None:
-    service = control_pb2_grpc.ControlServiceStub(channel)
-    methods = control_pb2.DESCRIPTOR.services_by_name["ControlService"].methods
-    assert len(methods) == 7
-    for method in methods:
-        request = getattr(control_pb2, method.input_type.name)()
-        call = getattr(service, method.name)(request)
-        status = await refused(call.read() if method.server_streaming else call)
-        assert reason_in(status) == "UNIMPLEMENTED"
-        assert method.name in status.message
 
 
 async def test_health_serves_and_does_not_know_others(channel: Any) -> None:

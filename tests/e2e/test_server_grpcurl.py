@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.process import ROOT, ServerProcess, server_process
+from vorrang.v1 import control_pb2, generation_pb2
 
 GRPCURL = Path(sys.executable).parent / "grpcurl"
 DOCUMENTED_ADDRESS = "127.0.0.1:50051"
@@ -32,15 +33,20 @@ def server() -> Iterator[ServerProcess]:
         yield process
 
 
+#: Lines that need a request that runs, or end the server.
+STEERING = ("/UpdateRequestPriority", "/CancelRequest", "/Drain")
+
+
 def run(line: str, address: str) -> str:
-    """Run one documented line against ``address``."""
+    """Run one documented line against ``address``; one with ``-max-time`` may run into it."""
     assert line.count(DOCUMENTED_ADDRESS) == 1
     command = shlex.split(line.replace(DOCUMENTED_ADDRESS, address))
     assert command[0] == "grpcurl"
     result = subprocess.run(
         [str(GRPCURL), *command[1:]], capture_output=True, text=True, timeout=20, check=False
     )
-    assert result.returncode == 0, result.stderr
+    ran_out = "-max-time" in command and "DeadlineExceeded" in result.stderr
+    assert result.returncode == 0 or ran_out, result.stderr
     return result.stdout
 
 
@@ -54,9 +60,47 @@ def objects(text: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("line", lines() + lines("README.md"), ids=lambda line: line.split()[-1])
+@pytest.mark.parametrize(
+    "line",
+    [line for line in lines() + lines("README.md") if not line.endswith(STEERING)],
+    ids=lambda line: line.split()[-1],
+)
 def test_every_line_works(server: ServerProcess, line: str) -> None:
     assert run(line, server.address).strip()
+
+
+def test_a_request_is_moved_and_cancelled_and_the_server_drained_from_the_shell() -> None:
+    with server_process("--scripted-step-ms", "20") as server:
+        started = line_for("/GenerateStream").replace('"max_tokens": 16', '"max_tokens": 1500')
+        words = shlex.split(started.replace(DOCUMENTED_ADDRESS, server.address))[1:]
+        with subprocess.Popen([str(GRPCURL), *words], stdout=subprocess.PIPE, text=True) as stream:
+            assert stream.stdout is not None
+            assert stream.stdout.readline().strip() == "{"  # accepted
+            (moved,) = objects(run(line_for("/UpdateRequestPriority"), server.address))
+            assert moved == {"level": -5}
+            (load,) = objects(run(line_for("/GetLoad"), server.address))
+            assert load["classes"][0] == {"class_name": "interactive", "num_running": 1}
+            steps = objects(run(line_for("/WatchDecisions"), server.address))
+            assert len(steps) > 5
+            numbers = [int(step["step"]) for step in steps]
+            assert numbers == sorted(set(numbers))
+            (cancelled,) = objects(run(line_for("/CancelRequest"), server.address))
+            assert cancelled == {"found": True}
+            *_, last = objects("{" + stream.stdout.read())
+        assert last["finished"]["reason"] == "FINISH_REASON_CANCELLED"
+        assert objects(run(line_for("/Drain"), server.address)) == [{}]
+        assert server.wait() == 0
+
+
+def test_every_rpc_has_a_line() -> None:
+    services = (control_pb2.DESCRIPTOR, generation_pb2.DESCRIPTOR)
+    methods = {
+        f"{service.full_name}/{method.name}"
+        for file in services
+        for service in file.services_by_name.values()
+        for method in service.methods
+    }
+    assert methods <= {line.split()[-1] for line in lines()}
 
 
 def test_reflection_lists_the_services(server: ServerProcess) -> None:

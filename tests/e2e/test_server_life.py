@@ -92,7 +92,7 @@ async def test_plaintext_is_for_loopback_alone(listen: str) -> None:
 
 
 async def test_plaintext_elsewhere_takes_a_flag() -> None:
-    app = make_app(listen="0.0.0.0:0", insecure_listen=True)
+    app = make_app(listen="0.0.0.0:0", insecure=True)
     await app.run(lambda _: app.stop())
     assert app.address.startswith("0.0.0.0:")
 

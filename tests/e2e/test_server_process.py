@@ -86,7 +86,8 @@ def test_the_ready_line_says_what_is_served() -> None:
     lines = [json.loads(line) for line in rest.splitlines()]  # JSON off a terminal
     assert server.ready_line == (
         f"ready on {server.address}: model scripted, policy fcfs, 3 seats, "
-        f"8 blocks of 16 tokens, largest request 128 tokens, runner process {lines[0]['pid']}\n"
+        "8 blocks of 16 tokens, largest request 128 tokens, "
+        f"runner process {lines[0]['pid']}, uvloop, plaintext\n"
     )
     assert [line["event"] for line in lines] == ["runner.started", "server.draining", "server.stopped"]
 

@@ -33,6 +33,7 @@ AT_LEAST = {
     "kept out by watermark": 180,
     "kept out by budget": 25,
     "kept out by prefix": 10,
+    "kept out by tenant": 5,
     "kept out by just_preempted": 50,
     "steps with a fence": 120,
     "starved": 80,

@@ -470,6 +470,7 @@ class Driver:
         oracle.check_watermark(self, before, after)
         oracle.check_growth(self, plan, before, after)
         oracle.check_victims(self, plan, before, after)
+        oracle.check_tenants(self, after)
         self.check_overtaking(plan, before, after)
         oracle.check_order(self, plan, before, after)
 
@@ -493,7 +494,7 @@ class Driver:
             if request_id in granted:
                 seen.progress_at = seen.idle_at = self.now
                 seen.num_earlier = num_earlier
-            elif not seen.disturbed:
+            elif not seen.disturbed and not oracle.has_seat_limit(self.config, seen.spec.tenant):
                 assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
 
     def stall_bound(self) -> tuple[float, float]:
@@ -632,6 +633,8 @@ class Driver:
         staying = [r for r in running if not self.is_evictable(r, waiting)]
         if len(staying) >= self.config.max_running_requests:
             return False
+        if oracle.has_seat_limit(self.config, waiting.spec.tenant):
+            return False  # its tenant may keep it out
         gone = {r.request_id for r in running} - {r.request_id for r in staying}
         if self.blocks.num_owners > len(running):
             gone |= {

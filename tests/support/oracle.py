@@ -149,6 +149,8 @@ def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standin
     if len(admitted) != 1 or before.idle:
         return
     (winner,) = admitted
+    if has_seat_limit(driver.config, winner.spec.tenant):
+        return  # it may have had to make room inside its tenant
     share = max(_rules(driver.config, level).watermark for level in (winner.level, 0))
     num_spare = driver.blocks.num_free_blocks - math.ceil(share * driver.blocks.num_blocks)
     for event in victims:
@@ -195,12 +197,15 @@ def had_its_quantum(driver: "Driver", request_id: RequestId) -> bool:
 
 
 def check_bypass(driver: "Driver", before: Standing, after: Standing) -> None:
-    """Rule 8: at most ``max_bypass`` later ones are admitted past a request that waits; the starved may."""
+    """Rule 8: at most ``max_bypass`` later ones are admitted past a request that waits; the starved may.
+
+    Who waits for its own tenant's limit may be passed by anybody.
+    """
     if not before.waiting or after.seated <= before.seated:
         return
     admitted = [r for r in after.running if r.request_id not in before.seated and not r.is_starved]
     for waiting in after.waiting:
-        if waiting in before.waiting:
+        if waiting in before.waiting and not has_seat_limit(driver.config, waiting.spec.tenant):
             seen = driver.seen_alive[waiting.request_id]
             seen.num_passed += sum(driver.comes_after(r, waiting) for r in admitted)
             assert seen.num_passed <= driver.config.max_bypass, f"{waiting.request_id} was passed too often"
@@ -221,6 +226,10 @@ def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing
                 assert driver.now - seen.progress_at >= max_wait_s(driver, request), "starved before its time"
         else:
             assert driver.now - seen.idle_at < max_wait_s(driver, request), "starved, but nobody noticed"
+    # Who waits for its own tenant's limit is owed nothing.
+    starved = [
+        r for r in starved if r.request_id in after.seated or not has_seat_limit(driver.config, r.spec.tenant)
+    ]
     if starved:
         starved.sort(key=lambda r: r.arrival_seq)
         check_share(driver, plan, before, after, starved)
@@ -270,6 +279,24 @@ def max_wait_s(driver: "Driver", request: Request) -> float:
 @lru_cache(maxsize=1024)
 def _rules(config: SchedulerConfig, level: int) -> ClassConfig:
     return config.class_config(level)
+
+
+# Tenants
+
+
+def has_seat_limit(config: SchedulerConfig, tenant: str) -> bool:
+    """Whether a tenant may hold only so many seats, or tokens in them."""
+    return any(t.name == tenant and (t.max_running_requests or t.max_running_tokens) for t in config.tenants)
+
+
+def check_tenants(driver: "Driver", after: Standing) -> None:
+    """No tenant holds more seats, or tokens in them, than it may."""
+    pool_tokens = driver.blocks.num_blocks * driver.blocks.block_size
+    for tenant in driver.config.tenants:
+        own = [r for r in after.running if r.spec.tenant == tenant.name]
+        longest = [min(r.max_known_tokens, driver.config.max_context_tokens, pool_tokens + 1) for r in own]
+        assert len(own) <= (tenant.max_running_requests or len(own))
+        assert sum(longest) <= (tenant.max_running_tokens or sum(longest))
 
 
 # Queue limits

@@ -43,6 +43,8 @@ async def running_server(
     settings: Mapping[str, object] | None = None,
     runner: Runner | None = None,
     tokenizer: Tokenizer | None = None,
+    *,
+    check_integrity: bool = True,
 ) -> AsyncIterator[App]:
     """A server that is ready; it is stopped at once on the way out, and must leave nothing behind."""
     values = {"server.listen": "127.0.0.1:0", "model.path": "scripted", "server.grace_s": 0.0}
@@ -51,7 +53,7 @@ async def running_server(
         runner or ScriptedRunner(loaded.kv.num_blocks or 64, 16, loaded.scheduler.max_context_tokens),
         tokenizer or ScriptedTokenizer(),
     )
-    app = App(loaded, lambda: model, check_integrity=True)
+    app = App(loaded, lambda: model, check_integrity=check_integrity)
     ready = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(app.run(lambda _: ready.set()))

@@ -14,10 +14,11 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from engine.errors import Displaced, InternalError, PoolExceeded, QueueFull
+from engine.errors import Displaced, InternalError, InvalidRequest, PoolExceeded, QueueFull
 from engine.events import Failed, Finished, Preempted
 from engine.request import FinishReason, RequestId
 from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.config import TenantConfig
 from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
 
@@ -154,6 +155,11 @@ class Episode:
             config["max_waiting_requests"] = pick([1, 2, 4])
             config["max_tenant_waiting_requests"] = pick([2, 100])
             config["max_tenant_waiting_tokens"] = pick([30, 1000])
+        if mood in ("limits", "seats", "flood"):
+            limits = pick(
+                [{}, {"max_running_requests": 1}, {"max_running_requests": 2, "max_running_tokens": 40}]
+            )
+            config["tenants"] = (TenantConfig("a", **limits), TenantConfig("b", weight=pick([0.5, 3.0])))
         if config["discipline"] == "prefill_first":
             config["prefill_first_max_input_tokens"] = pick([16384, 6])
             config["prefill_first_max_requests"] = pick([1024, 1, 2])
@@ -287,7 +293,10 @@ class Episode:
             elif isinstance(outcome, QueueFull):
                 self.visited["refused by a limit"] += 1
             else:
-                assert isinstance(outcome, PoolExceeded)
+                too_large_for_tenant = isinstance(outcome, InvalidRequest) and "for this tenant" in str(
+                    outcome
+                )
+                assert isinstance(outcome, PoolExceeded) or too_large_for_tenant
                 self.visited["refused as too large"] += 1
         elif call.what == "step" and outcome.gate is not None:
             self.visited[f"kept out by {outcome.gate.value}"] += 1

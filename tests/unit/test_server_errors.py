@@ -11,11 +11,25 @@ from google.rpc import error_details_pb2
 
 from engine import errors as e
 from engine.scheduler.config import InvalidSetting
-from server.errors import TABLE, EngineStarting, abort, status_of
+from server.errors import (
+    TABLE,
+    EndedCall,
+    EngineStarting,
+    PermissionDenied,
+    TokenRateExceeded,
+    TooManyCalls,
+    Unauthenticated,
+    abort,
+    status_of,
+)
 from tests.support.wire import fields_in, reason_in, status_in
-from vorrang.v1 import errors_pb2
+from vorrang.v1 import errors_pb2, types_pb2
 
 METHOD = "/test.Errors/Raise"
+STREAM = "/test.Errors/RaiseInStream"
+#: Rows that tell the caller when to come back, and whose limit it was.
+RETRIED = {"QUEUE_FULL", "TENANT_QUOTA_EXCEEDED", "CALL_LIMIT", "DRAINING", "ENGINE_RESTARTING"}
+QUOTAS = {"QUEUE_FULL", "TENANT_QUOTA_EXCEEDED", "CALL_LIMIT"}
 
 EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
     e.InvalidRequest: lambda: e.InvalidRequest("sampling.top_p", "must be at most 1", 2.0),
@@ -30,6 +44,9 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
     e.SessionState: lambda: e.SessionState("open came twice"),
     e.QueueFull: lambda: e.QueueFull("queue", "requests", 7, retry_after_s=1.5),
     e.TenantQuotaExceeded: lambda: e.TenantQuotaExceeded("queue of tenant 'a'", "tokens", 7),
+    TooManyCalls: lambda: TooManyCalls("open calls", "7", retry_after_s=0.25),
+    Unauthenticated: lambda: Unauthenticated("the bearer token is not known"),
+    PermissionDenied: lambda: PermissionDenied("for operators"),
     e.Displaced: e.Displaced,
     e.SessionLimit: lambda: e.SessionLimit("too many"),
     e.SlowConsumer: lambda: e.SlowConsumer("too slow"),
@@ -45,8 +62,6 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
 LATER = {
     "SLO_UNATTAINABLE",
     "PREEMPTION_LIMIT",
-    "UNAUTHENTICATED",
-    "PERMISSION_DENIED",
     "RESUME_OUT_OF_RANGE",
 }
 
@@ -58,9 +73,10 @@ class Raiser:
         self.error: Exception = RuntimeError()
         self.channel: Any = None
 
-    async def call(self) -> grpc.aio.AioRpcError:
+    async def call(self, *, streams: bool = False) -> grpc.aio.AioRpcError:
+        unary, stream = self.channel.unary_unary(METHOD), self.channel.unary_stream(STREAM)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await self.channel.unary_unary(METHOD)(b"")
+            await (stream(b"").read() if streams else unary(b""))
         return caught.value
 
 
@@ -72,7 +88,10 @@ async def raiser() -> AsyncIterator[Raiser]:
         await abort(context, raiser.error)
 
     server = grpc.aio.server()
-    handlers = {"Raise": grpc.unary_unary_rpc_method_handler(handle)}
+    handlers = {
+        "Raise": grpc.unary_unary_rpc_method_handler(handle),
+        "RaiseInStream": grpc.unary_stream_rpc_method_handler(handle),
+    }
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Errors", handlers),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -82,17 +101,28 @@ async def raiser() -> AsyncIterator[Raiser]:
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("streams", [False, True], ids=["unary", "stream"])
 @pytest.mark.parametrize("kind", TABLE, ids=lambda kind: kind.__name__)
-async def test_every_row_survives_the_way_to_a_client(raiser: Raiser, kind: type[e.VorrangError]) -> None:
+async def test_every_row_survives_the_way_to_a_client(
+    raiser: Raiser, kind: type[e.VorrangError], streams: bool
+) -> None:
     # SGLang 22: the status of a refusal reaches the client as it was meant.
     raiser.error = EXAMPLES[kind]()
-    failure = await raiser.call()
+    failure = await raiser.call(streams=streams)
     status = status_in(failure)  # checks that code and message agree with the call's
     row = TABLE[kind]
     assert failure.code() is row.code
     assert reason_in(status) == row.reason
     assert status.message == str(raiser.error)
     assert bool(fields_in(status)) is issubclass(kind, e.InvalidRequest)
+    retry, quota = error_details_pb2.RetryInfo(), error_details_pb2.QuotaFailure()
+    assert any(detail.Unpack(retry) for detail in status.details) is (row.reason in RETRIED)
+    assert any(detail.Unpack(quota) for detail in status.details) is (row.reason in QUOTAS)
+    pushback = dict(failure.trailing_metadata() or ()).get("grpc-retry-pushback-ms")
+    expected = str(retry.retry_delay.ToMilliseconds()) if row.reason in RETRIED else None
+    assert pushback == expected
+    if row.reason in RETRIED:
+        assert raiser.error.retryable
 
 
 def test_every_class_of_the_engine_has_a_row_of_its_own() -> None:
@@ -111,6 +141,23 @@ def test_every_reason_is_sent_by_one_row_or_belongs_to_a_later_version() -> None
 
 def test_a_class_without_a_row_uses_its_ancestors() -> None:
     assert reason_in(status_of(InvalidSetting("a.b", "must be 1", 2))) == "INVALID_REQUEST"
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_failed_after_it_was_accepted_says_what_it_cost(raiser: Raiser) -> None:
+    raiser.error = EndedCall(e.Displaced(), types_pb2.Usage(prompt_tokens=7))
+    status, usage = status_in(await raiser.call()), types_pb2.Usage()
+    assert reason_in(status) == "DISPLACED"
+    assert status.details[-1].Unpack(usage)
+    assert usage.prompt_tokens == 7
+    raiser.error = EndedCall(KeyError("secret"), types_pb2.Usage())  # type: ignore[arg-type]
+    assert "secret" not in repr(await raiser.call())
+
+
+def test_a_token_rate_is_a_quota_of_its_tenant() -> None:
+    status = status_of(TokenRateExceeded("acme", 50.0, 1.25))
+    assert reason_in(status) == "TENANT_QUOTA_EXCEEDED"
+    assert status.message == "tenant 'acme' has used its 50 tokens a second"
 
 
 @pytest.mark.asyncio

@@ -4,11 +4,12 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
 from engine.loop import EngineStatistics
-from server.health import Health, follow_engine
+from server.health import MAX_WATCHERS, Health, follow_engine
 
 pytestmark = pytest.mark.asyncio
 
@@ -21,6 +22,9 @@ class Watcher:
 
     def __init__(self) -> None:
         self.written: asyncio.Queue[int] = asyncio.Queue()
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        raise PermissionError(code, details)
 
     async def write(self, response: Any) -> None:
         self.written.put_nowait(response.status)
@@ -77,3 +81,20 @@ async def test_a_step_that_does_not_end_takes_the_server_out_until_it_does() -> 
         assert await watcher.written.get() == _Status.SERVING
         following.cancel()
         watching.cancel()
+
+
+async def test_watchers_are_bounded_and_their_places_come_back() -> None:
+    health = Health()
+    async with asyncio.TaskGroup() as group:
+        watching = [watch(group, health) for _ in range(MAX_WATCHERS)]
+        for watcher, _ in watching:
+            await watcher.written.get()
+        with pytest.raises(PermissionError) as caught:
+            await health.Watch(health_pb2.HealthCheckRequest(), Watcher())
+        assert caught.value.args[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+        for _, task in watching:
+            task.cancel()
+        await asyncio.wait([task for _, task in watching])
+        watcher, task = watch(group, health)
+        assert await watcher.written.get() == _Status.NOT_SERVING
+        task.cancel()

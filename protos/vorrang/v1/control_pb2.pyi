@@ -204,7 +204,7 @@ class PreemptDecision(_message.Message):
     def __init__(self, server_request_id: _Optional[str] = ..., reason: _Optional[_Union[_types_pb2.PreemptReason, str]] = ..., beneficiary_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_lost_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchDecisionsResponse(_message.Message):
-    __slots__ = ("step", "planned_at", "grants", "preemptions", "bound_gate", "num_waiting", "num_free_blocks")
+    __slots__ = ("step", "planned_at", "grants", "preemptions", "bound_gate", "num_waiting", "num_free_blocks", "num_lost_steps")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLANNED_AT_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -212,6 +212,7 @@ class WatchDecisionsResponse(_message.Message):
     BOUND_GATE_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
     step: int
     planned_at: _timestamp_pb2.Timestamp
     grants: _containers.RepeatedCompositeFieldContainer[GrantDecision]
@@ -219,4 +220,5 @@ class WatchDecisionsResponse(_message.Message):
     bound_gate: str
     num_waiting: int
     num_free_blocks: int
-    def __init__(self, step: _Optional[int] = ..., planned_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., grants: _Optional[_Iterable[_Union[GrantDecision, _Mapping]]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptDecision, _Mapping]]] = ..., bound_gate: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ...) -> None: ...
+    num_lost_steps: int
+    def __init__(self, step: _Optional[int] = ..., planned_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., grants: _Optional[_Iterable[_Union[GrantDecision, _Mapping]]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptDecision, _Mapping]]] = ..., bound_gate: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_lost_steps: _Optional[int] = ...) -> None: ...

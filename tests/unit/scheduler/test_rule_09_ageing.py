@@ -2,6 +2,7 @@
 
 from engine.events import Started
 from engine.request import RequestId
+from engine.scheduler.starvation import MAX_STALE
 from tests.support.drive import Driver, events, grants
 
 
@@ -98,3 +99,18 @@ def test_the_starved_hold_no_more_than_their_share_for_good():
     driver.step()
     assert "urgent" in driver.running()
     driver.finish()
+
+
+def test_requests_that_have_ended_are_not_kept_until_they_would_have_starved():
+    """100,000 cancelled streams kept 20 MiB of entries for the ten minutes of their class."""
+    driver = Driver(max_wait_s=1e6, num_blocks=64)
+    for number in range(1500):
+        name = f"r{number}"
+        driver.submit(name, level=10, total_deadline=1e6, queue_deadline=1e6)
+        driver.cancel(name)
+        if number % 100 == 0:
+            driver.step()
+    state = driver.scheduler._state
+    assert state.starvation.num_entries <= MAX_STALE + 1
+    driver.step()
+    assert driver.scheduler._deadlines.num_entries <= 2 * (MAX_STALE + 100)

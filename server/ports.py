@@ -1,0 +1,153 @@
+"""The gRPC ports: which services are on which, TLS, and the limits of the transport.
+
+A misspelt option of grpc is silently ignored, so tests look at the effect of each.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from server import control, generation
+from server.health import Health
+from server.settings import Settings, SettingsError
+from server.tls import TlsFiles
+
+_HEALTH = "grpc.health.v1.Health"
+
+
+class Ports:
+    """One port, or two when ControlService has its own. Make it inside the running event loop.
+
+    Args:
+        settings: all of them.
+
+    Attributes:
+        tls: certificates in use; None before ``open``, and without TLS.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._servers: list[grpc.aio.Server] = []
+        self.tls: TlsFiles | None = None
+        self._watching: asyncio.Task[None] | None = None
+
+    @property
+    def transport(self) -> str:
+        """``plaintext``, ``TLS`` or ``mTLS``."""
+        if self.tls is None:
+            return "plaintext"
+        return "mTLS" if self.tls.requires_client_certificate else "TLS"
+
+    async def open(
+        self, health: Health, service: grpc.GenericRpcHandler, operators: grpc.GenericRpcHandler
+    ) -> tuple[str, str]:
+        """Listen.
+
+        Args:
+            health: on every port.
+            service: of the clients.
+            operators: ControlService; on its own port, on the same, or nowhere, as the settings say.
+
+        Returns:
+            The addresses of the clients' and of the operators' port; the latter is empty without one.
+
+        Raises:
+            SettingsError: an address can't be used, or a certificate.
+        """
+        settings = self._settings
+        if settings.tls.certificate is not None:
+            self.tls = TlsFiles(settings.tls)
+            self._watching = asyncio.create_task(self.tls.watch(), name="tls-files")
+        has_own_port = settings.control.enabled and settings.control.listen is not None
+        handlers = {generation.SERVICE: service}
+        if settings.control.enabled and not has_own_port:
+            handlers[control.SERVICE] = operators
+        address = await self._open("server.listen", settings.server.listen, health, handlers)
+        if not settings.control.enabled:
+            return address, ""
+        if settings.control.listen is None:
+            return address, address
+        own = await self._open(
+            "control.listen", settings.control.listen, health, {control.SERVICE: operators}
+        )
+        return address, own
+
+    async def close(self, grace_s: float) -> None:
+        """Listen no more; calls get ``grace_s`` seconds to write their last."""
+        if self._watching is not None:
+            self._watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watching
+        await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
+
+    async def _open(
+        self, setting: str, listen: str, health: Health, handlers: dict[str, grpc.GenericRpcHandler]
+    ) -> str:
+        host, _, port = listen.rpartition(":")
+        if self.tls is None:
+            check_plaintext(setting, listen, allowed=self._settings.server.insecure)
+        if int(port) > 65535:
+            raise SettingsError(f"{setting}: the port must be at most 65535, got {port}")
+        server = grpc.aio.server(options=options(self._settings))
+        if self._settings.control.reflection:
+            names = (*handlers, _HEALTH, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        server.add_generic_rpc_handlers(tuple(handlers.values()))
+        try:
+            if self.tls is None:
+                bound = server.add_insecure_port(listen)
+            else:
+                bound = server.add_secure_port(listen, self.tls.credentials())
+        except RuntimeError:
+            raise SettingsError(f"{setting}: can't listen on {listen}; is it in use?") from None
+        self._servers.append(server)
+        await server.start()
+        return f"{host}:{bound}"
+
+
+def check_plaintext(setting: str, listen: str, *, allowed: bool) -> None:
+    """Refuse plaintext that others could read.
+
+    Raises:
+        SettingsError: the address is not loopback, and nobody said that this is meant.
+    """
+    host = listen.rpartition(":")[0]
+    if not allowed and not _is_loopback(host.strip("[]")):
+        rule = "is not loopback, and this port speaks plaintext; set up TLS, or say --insecure"
+        raise SettingsError(f"{setting}: {host} {rule}")
+
+
+def options(settings: Settings) -> list[tuple[str, int]]:
+    """Options of the transport."""
+    admission = settings.admission
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", settings.server.max_concurrent_streams),
+        ("grpc.max_receive_message_length", settings.server.max_frame_bytes),
+        # Between the two limits grpc refuses at random.
+        ("grpc.max_metadata_size", admission.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", admission.max_metadata_bytes),
+        ("grpc.max_allowed_incoming_connections", admission.max_connections),
+        ("grpc.keepalive_time_ms", round(admission.keepalive_s * 1000)),
+        ("grpc.keepalive_timeout_ms", round(admission.keepalive_timeout_s * 1000)),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.ping_timeout_ms", round(admission.keepalive_timeout_s * 1000)),
+        (
+            "grpc.http2.min_ping_interval_without_data_ms",
+            round(admission.min_ping_interval_s * 1000),
+        ),
+        ("grpc.server_handshake_timeout_ms", round(admission.handshake_timeout_s * 1000)),
+    ]
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
