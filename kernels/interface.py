@@ -58,6 +58,8 @@ class LayerWeights:
         mlp_norm: ``[hidden]``, before the MLP.
         gate_up: gate and up projections, fused in this order.
         down: back to the residual stream.
+        q_norm: ``[head_dim]``, of each query head before it is rotated; None = not normed.
+        k_norm: likewise, of each key head.
     """
 
     attention_norm: Tensor
@@ -66,6 +68,8 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Projection
     down: Projection
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +96,7 @@ class LayerStack:
     """All layers of a decoder and what they share.
 
     Attributes:
-        layers: one entry a layer.
+        layers: one entry a layer, none of them with a norm of its heads.
         rope: ``[max_positions, head_dim]``, see ``kernels.ops.rotary_write_kv``.
         num_q_heads: query heads.
         num_kv_heads: KV heads.
