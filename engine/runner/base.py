@@ -89,6 +89,13 @@ class Runner(Protocol):
         ...
 
 
+class ModelBroken(Exception):
+    """What computes can't go on, and its process must end: a rank is gone, or the device failed.
+
+    Raised by a ``StepModel``. A process that computes ends on it, which its runner sees as its death.
+    """
+
+
 class RunnerDead(Exception):
     """What computes is gone for good; the message says why it could not be brought back."""
 
