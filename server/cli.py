@@ -38,6 +38,14 @@ class KernelsName(enum.StrEnum):
     REFERENCE = "reference"
 
 
+class DeviceName(enum.StrEnum):
+    """Where the operations compute."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class WeightsName(enum.StrEnum):
     """How matrices are kept."""
 
@@ -107,6 +115,13 @@ KernelsOption = Annotated[
     KernelsName | None,
     typer.Option("--kernels", help="Which kernels; auto: the quickest.", rich_help_panel=_MODEL),
 ]
+DeviceOption = Annotated[
+    DeviceName | None,
+    typer.Option("--device", help="Where they compute; auto: a card, if any.", rich_help_panel=_MODEL),
+]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="Processes (and cards) to cut the model over.", rich_help_panel=_MODEL)
+]
 KvBlocks = Annotated[int | None, typer.Option(help="Blocks of the KV pool.", rich_help_panel=_MODEL)]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per block.", rich_help_panel=_MODEL)]
 StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.", hidden=True)]
@@ -134,6 +149,8 @@ def serve(
     threads: Threads = None,
     weights: WeightsOption = None,
     kernels: KernelsOption = None,
+    device: DeviceOption = None,
+    tensor_parallel: TensorParallel = None,
     kv_blocks: KvBlocks = None,
     block_size: BlockSize = None,
     scripted_step_ms: StepMs = None,
@@ -158,6 +175,8 @@ def serve(
             "engine.runner": runner and runner.value,
             "engine.threads": threads,
             "engine.kernels": kernels and kernels.value,
+            "engine.device": device and device.value,
+            "engine.tensor_parallel": tensor_parallel,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,
             "engine.record_decisions": record_decisions,
             "kv.num_blocks": kv_blocks,

@@ -95,8 +95,9 @@ class KvSection(BaseModel):
 
     Attributes:
         num_blocks: blocks in the pool; None = from ``bytes`` or, without it, chosen by the runner.
-        bytes: memory of the pool.
+        bytes: memory of the pool; with tensor parallelism, of each rank's part of it.
         block_size: tokens per block.
+        device_share: of a card's memory that weights and the largest step leave, what the pool gets.
     """
 
     model_config = _FROZEN
@@ -104,6 +105,7 @@ class KvSection(BaseModel):
     num_blocks: int | None = Field(default=None, ge=1)
     bytes: int | None = Field(default=None, ge=1)
     block_size: int = Field(default=16, ge=1)
+    device_share: float = Field(default=0.9, gt=0, lt=1)
 
 
 class EngineSection(BaseModel):
@@ -117,6 +119,8 @@ class EngineSection(BaseModel):
         runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
         threads: threads a step may use; None = one per physical core.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
+        device: where they compute; ``auto`` = a card, where there is one and the kernels can use it.
+        tensor_parallel: processes, and cards, that one model is cut over.
         max_buffered_tokens: output tokens held for a client that does not read.
         scripted_step_s: seconds one step of the scripted model takes.
         record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
@@ -132,6 +136,8 @@ class EngineSection(BaseModel):
     runner_max_restarts: int = Field(default=8, ge=0)
     threads: int | None = Field(default=None, ge=1)
     kernels: Literal["auto", "cpu", "reference"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
     record_decisions: Path | None = None
@@ -275,6 +281,9 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
         raise SettingsError(str(error)) from None
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
         raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
+    if settings.engine.tensor_parallel > 1 and settings.engine.runner == "inline":
+        size = settings.engine.tensor_parallel
+        raise SettingsError(f"engine.tensor_parallel must be 1 with engine.runner inline, got {size}")
     return Loaded(settings, origins)
 
 

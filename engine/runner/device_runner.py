@@ -4,8 +4,9 @@ Beside ``torch_runner``, which is for a CPU alone. Launching a step and waiting
 for its result are two calls, so that the host can be ahead of the device by one.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,8 +22,22 @@ from engine.scheduler.plan import Plan, StepResult
 from kernels import ops
 from kernels.ops import SamplingInputs
 
-#: Tells the other ranks of a step, before this one computes it.
-Announce = Callable[[StepShape, Tensor], None]
+
+class OtherRanks(Protocol):
+    """The ranks that compute every step with this one."""
+
+    def announce(self, shape: StepShape, words: Tensor) -> None:
+        """Tell them of a step, before this one computes it.
+
+        Raises:
+            OSError: one is gone.
+        """
+        ...
+
+    def explain(self, error: Exception) -> ModelBroken:
+        """Why a step failed that they were told of."""
+        ...
+
 
 #: Steps whose inputs may be under way to the device at one time.
 NUM_IN_FLIGHT = 2
@@ -35,7 +50,7 @@ class DeviceModel:
         info: what is served.
         executor: computes.
         buckets: sizes that decodes are padded to; empty = none are padded.
-        announce: tells the other ranks; None = there are none.
+        others: the other ranks; None = there are none.
     """
 
     def __init__(
@@ -44,12 +59,12 @@ class DeviceModel:
         executor: StepExecutor,
         *,
         buckets: Sequence[int] = (),
-        announce: Announce | None = None,
+        others: OtherRanks | None = None,
     ) -> None:
         self._info = info
         self._executor = executor
         self._buckets = buckets
-        self._announce = announce
+        self._others = others
         on_device = executor.device.type != "cpu"
         self._inputs = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
@@ -104,8 +119,8 @@ class DeviceModel:
         words = self._inputs[turn].take(num_words(shape))
         pack(batch, words)
         try:
-            if self._announce is not None:
-                self._announce(shape, words)
+            if self._others is not None:
+                self._others.announce(shape, words)
             report = self._compute(shape, words, len(batch.sampling_ids), self._reports[turn])
         except Exception as error:
             raise self._as_broken(error) from error
@@ -158,8 +173,8 @@ class DeviceModel:
 
     def _as_broken(self, error: Exception) -> Exception:
         """``ModelBroken`` for what can't be survived, else the error itself."""
-        if self._announce is not None:
-            return ModelBroken(f"a step failed after the other ranks were told of it: {error}")
+        if self._others is not None:
+            return self._others.explain(error)
         if isinstance(error, torch.AcceleratorError):
             return ModelBroken(f"the device failed: {error}")
         return error
