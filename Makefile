@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto constraints
+.PHONY: help setup demo serve test test-deep soak bench bench-model gpu sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,6 +42,9 @@ bench: $(STAMP) ## what planning costs
 
 bench-model: $(STAMP) ## what a step of the default model costs, beside transformers
 	PYTHONPATH=.:protos $(BIN)/python bench/model.py
+
+gpu: $(STAMP) ## tests and measurements on a card; one line where there is none
+	PYTHONPATH=.:protos $(BIN)/python bench/gpu.py
 
 check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/ruff check .
