@@ -7,7 +7,7 @@ model of 8 billion parameters. Prints tables and writes ``build/gpu.json``.
 
 Where torch sees no card it says so in one line and ends with 0, for there was
 nothing to fail; ``--require`` makes that an error (3). A check that does not hold is
-one as well (1). docs/GPU.md says what was run where.
+one as well (1). docs/gpu.md says what was run where.
 """
 
 # ruff: noqa: T201

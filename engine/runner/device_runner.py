@@ -69,6 +69,7 @@ class DeviceModel:
         self._inputs = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._num_launched = 0
+        self._last_rows: dict[RequestId, int] = {}
 
     @property
     def info(self) -> ModelInfo:
@@ -101,6 +102,10 @@ class DeviceModel:
     def launch(self, plan: Plan) -> "Launched":
         """Have the device begin a plan, which has grants; ``collect`` must follow, in order.
 
+        A grant may lack its last token if the plan launched before samples it: the
+        device takes it from there, without the host's having seen it. If that one
+        failed, it is any id. Not with other ranks, which do not sample.
+
         Invariant: at most ``NUM_IN_FLIGHT`` are launched and not collected.
 
         Raises:
@@ -110,6 +115,10 @@ class DeviceModel:
         batch = build_batch(plan, self._executor.pool.block_size)
         strange = _mask_strange_ids(batch, self._info.vocab_size)
         fail_alone(plan, strange, "ids are unknown", failures)
+        assert self._others is None or not batch.unknown, "other ranks can't know what is sampled here"
+        for place, request_id in batch.unknown:
+            batch.token_ids[place] = -1 - self._last_rows.get(request_id, 0)
+        self._last_rows = {request_id: row for row, request_id in enumerate(batch.sampling_ids)}
         size = bucket_for(batch, self._buckets)
         if size is not None:
             batch = padded(batch, size, self._executor.scratch_block, self._executor.pool.block_size)

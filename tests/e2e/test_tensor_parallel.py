@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import random
 import signal
 import time
@@ -9,11 +10,14 @@ import time
 import psutil
 import pytest
 
+from engine.models.errors import InvalidCheckpoint
 from engine.models.registry import load
 from engine.models.sharding import UnsuitableTensorParallel
 from engine.request import RequestId, RequestSpec
+from engine.runner import follower
 from engine.runner.base import RunnerLost
 from engine.runner.child import RunnerLimits
+from engine.runner.packing import StepShape
 from engine.runner.process import ProcessRunner
 from engine.runner.rank import RankOptions
 from engine.runner.sources import TorchSource
@@ -26,7 +30,7 @@ from kernels import registry
 from kv.block_manager import BlockManager
 from tests.support.grants import grant
 from tests.support.models import tiny_llama, tiny_qwen3
-from tests.support.process import run_cli
+from tests.support.process import run_cli, server_process
 from tests.support.runners import is_running
 from tests.support.wire import settled
 
@@ -164,9 +168,9 @@ async def test_a_model_that_cannot_be_cut_is_refused_by_field_rule_and_value(fol
     assert not psutil.Process().children(recursive=True), "a rank was left behind"
 
 
-def test_a_rank_that_ends_while_it_loads_is_named(folders, tmp_path):
-    options = RankOptions(
-        folder=tmp_path / "nowhere",
+def options(folder):
+    return RankOptions(
+        folder=folder,
         context_tokens=64,
         weights="auto",
         kernels="reference",
@@ -179,7 +183,10 @@ def test_a_rank_that_ends_while_it_loads_is_named(folders, tmp_path):
         max_requests=2,
         step_s_max=5.0,
     )
-    followers = Followers(options, 2, hang_s=10.0, start_s_max=20.0)
+
+
+def test_a_rank_that_ends_while_it_loads_is_named(tmp_path):
+    followers = Followers(options(tmp_path), 2, hang_s=10.0, start_s_max=20.0)
     try:
         (pid,) = followers.pids
         os.kill(pid, signal.SIGKILL)
@@ -189,6 +196,36 @@ def test_a_rank_that_ends_while_it_loads_is_named(folders, tmp_path):
         followers.close()
         followers.close()
     assert not is_running(pid)
+
+
+def test_a_rank_that_cannot_load_says_why_and_one_that_fails_later_is_a_loss(folders, tmp_path):
+    losses = queue.SimpleQueue()
+    followers = Followers(options(tmp_path), 2, hang_s=10.0, start_s_max=20.0)
+    try:
+        with pytest.raises(InvalidCheckpoint, match=r"config\.json is missing"):
+            followers.answers()
+    finally:
+        followers.close()
+
+    followers = Followers(options(folders["llama"]), 2, hang_s=10.0, start_s_max=20.0, on_loss=losses.put)
+    try:
+        assert followers.answers() == [None]
+        followers.watch()
+        followers.tell(follower.STEP, StepShape(1, 1, 1, 0, 16), b"")  # before there is a pool
+        loss = losses.get(timeout=10)
+        assert str(loss).startswith("rank 1 failed: ")
+        assert not loss.from_outside
+        assert followers.explain(ValueError("the sum failed")) is loss
+    finally:
+        followers.close()
+
+
+def test_the_ready_line_names_the_ranks(folders):
+    more = ("--tensor-parallel", "2", "--kernels", "reference", "--threads", "1", "--kv-blocks", "8")
+    with server_process(*more, model=str(folders["llama"])) as server:
+        assert (
+            ", reference kernels with fp32 weights, threads 1, 2 ranks, runner process " in server.ready_line
+        )
 
 
 def test_the_command_line_refuses_ranks_of_a_thread_in_one_line():

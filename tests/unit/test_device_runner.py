@@ -7,7 +7,7 @@ import structlog
 import torch
 
 from engine.models.registry import load
-from engine.request import RequestId, RequestSpec
+from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelBroken
 from engine.runner.device_runner import HostWords
 from engine.runner.executor import count_broken, resolved
@@ -15,7 +15,7 @@ from engine.runner.graphs import DecodeGraphs
 from engine.runner.packing import StepShape
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
-from engine.scheduler.plan import Plan
+from engine.scheduler.plan import Grant, Plan
 from engine.scheduler.scheduler import Scheduler
 from kernels import ops, registry
 from kv.block_manager import BlockManager
@@ -145,21 +145,35 @@ def test_a_poisoned_chunk_that_does_not_sample_fails_too(folder):
     assert model.run(Plan(2, ())).sampled == {}
 
 
-def test_two_steps_can_be_under_way_and_the_second_may_read_ids_of_the_first(folder):
-    model, plain = device_model(folder, backend=Remembered()), device_model(folder)
-    first = Plan(1, (_decode("a", 5, 1), _decode("b", 6, 2)))
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_a_second_step_may_begin_before_the_host_knows_the_ids_of_the_first(graphs, folder):
+    model = device_model(folder, backend=Remembered() if graphs else None)
+    plain = device_model(folder)
+    first = Plan(1, (_decode("a", 5, 1), _decode("b", 6, 2), _decode("c", 7, 3)))
     sampled = plain.run(first).sampled
-    wanted = plain.run(Plan(2, (_decode("b", sampled["b"], 2, 1), _decode("a", sampled["a"], 1, 1)))).sampled
+    assert len(set(sampled.values())) == 3, "the test could not tell them apart"
+    wanted = plain.run(
+        Plan(2, (_decode("c", sampled["c"], 3, 1), _decode("d", 9, 4), _decode("a", sampled["a"], 1, 1)))
+    ).sampled
 
     one = model.launch(first)
-    # "b" sampled in row 1 of the first step, "a" in row 0: ids that the host does not know yet.
-    executor = model._executor
-    assert executor.last_ids[:2].tolist() == [sampled["a"], sampled["b"]]
-    assert resolved(torch.tensor([-2, -1, 7]), executor.last_ids).tolist() == [sampled["b"], sampled["a"], 7]
-    two = model.launch(Plan(2, (_decode("b", sampled["b"], 2, 1), _decode("a", sampled["a"], 1, 1))))
+    two = model.launch(Plan(2, (_unknown("c", 3), _decode("d", 9, 4), _unknown("a", 1))))
 
     assert model.collect(one).sampled == sampled
     assert model.collect(two).sampled == wanted
+    assert model.run(Plan(3, (_unknown("nobody", 4),))).sampled.keys() == {"nobody"}, "any id will do"
+
+
+def _unknown(name, block):
+    """A decode of a token that the step before samples, after one token."""
+    one = _decode(name, 0, block, 1)
+    return Grant(Request(RequestSpec(RequestId(name), (0,), GREEDY), 0, 0.0), 1, 1, one.block_table, 0)
+
+
+def test_ids_of_the_last_step_are_taken_by_row():
+    last_ids = torch.tensor([50, 60, 70])
+
+    assert resolved(torch.tensor([-2, 4, -1, -3]), last_ids).tolist() == [60, 4, 50, 70]
 
 
 def test_when_other_ranks_were_told_an_error_is_the_end_of_the_process(folder, monkeypatch):
