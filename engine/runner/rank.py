@@ -121,8 +121,9 @@ class Rank:
         """
         if hasattr(self, "executor"):
             del self.executor
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)  # packing weights needs more than any step
         options = self._options
         pool = KvPool(self._layout, num_blocks + 1, options.block_size, self.device)
         self.executor = StepExecutor(

@@ -70,14 +70,14 @@ def source(folder, **arguments):
 
 
 @contextlib.asynccontextmanager
-async def two_ranks(folder, limits=LIMITS, **arguments):
+async def ranks(folder, limits=LIMITS, **arguments):
     runner = await ProcessRunner.start(source(folder, hang_s=limits.hang_s, **arguments), limits)
-    rank_1 = follower_of(runner)
+    followers = psutil.Process(runner.pid).children()
     try:
         yield runner
     finally:
         await runner.close()
-    await settled(lambda: not alive(rank_1))
+    await settled(lambda: not any(alive(each) for each in followers))
 
 
 def follower_of(runner):
@@ -118,14 +118,21 @@ async def serve_alone(folder):
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-async def test_two_ranks_give_the_greedy_tokens_of_one(family, folders):
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [
+        ("llama", 2),
+        ("qwen3", 2),
+        pytest.param("qwen3", 4, marks=pytest.mark.deep),  # two ranks for each KV head; sums in order
+    ],
+)
+async def test_several_ranks_give_the_greedy_tokens_of_one(family, size, folders):
     wanted = await serve_alone(folders[family])
     assert all(len(output) == 16 for output in wanted)
 
-    async with two_ranks(folders[family]) as runner:
+    async with ranks(folders[family], tensor_parallel=size) as runner:
         assert runner.pool.num_blocks == NUM_BLOCKS
-        assert "2 ranks" in runner.info.computed_by
+        assert f"{size} ranks" in runner.info.computed_by
         assert await serve(runner.execute) == wanted
 
 
@@ -133,7 +140,7 @@ async def test_two_ranks_give_the_greedy_tokens_of_one(family, folders):
 async def test_a_rank_that_dies_or_hangs_is_a_loss_and_all_of_them_come_back(folders):
     wanted = await serve_alone(folders["llama"])
     limits = RunnerLimits(hang_s=2.0, backoff_s=0.01)
-    async with two_ranks(folders["llama"], limits) as runner:
+    async with ranks(folders["llama"], limits) as runner:
         for number, cause in ((signal.SIGKILL, "SIGKILL"), (signal.SIGSTOP, "SIGKILL")):
             leader, rank_1 = psutil.Process(runner.pid), follower_of(runner)
             began = time.monotonic()
