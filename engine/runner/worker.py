@@ -2,8 +2,8 @@
 
 Loads a model, then answers one plan at a time on its main thread. A side thread
 gives signs of life meanwhile, so that a long step can be told from a stopped
-process. It decides nothing, and ends when the server does: the kernel kills it,
-and the socket's end tells it.
+process. It decides nothing, ignores signals meant for the server, and ends when
+the server does: the kernel kills it, and the socket's end tells it.
 """
 
 from typing import Any
