@@ -1,0 +1,30 @@
+"""The Triton kernels against the reference: on a card, or on CPU under Triton's interpreter.
+
+Whether kernels are interpreted is decided when triton is imported, so these
+tests run in a process of their own with ``TRITON_INTERPRET=1``, which
+``make test-kernels`` starts (and ``make test`` with it). Without that and
+without a card they are not collected. The interpreter takes 10 to 15 ms for
+each inner iteration of a program: keep a test below 50 of them.
+"""
+
+import os
+
+import pytest
+import torch
+
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+if not INTERPRETING and not torch.cuda.is_available():
+    collect_ignore_glob = ["test_*.py"]
+
+
+def pytest_report_header():
+    if INTERPRETING:
+        return "kernels/gpu: interpreted, on CPU"
+    return "kernels/gpu: on a card" if torch.cuda.is_available() else "kernels/gpu: left out, see its conftest"
+
+
+@pytest.fixture(scope="session")
+def device():
+    """Where the kernels under test run."""
+    return torch.device("cpu" if INTERPRETING else "cuda")
