@@ -202,20 +202,18 @@ def _of_ptxas(log: str, ptx: str, shared_bytes: int) -> AotResult:
 
 
 def _of_amdgcn(assembly: str, shared_bytes: int) -> AotResult:
-    """From the metadata at the end of the assembly; vector and accumulator registers are one file."""
+    """From the metadata at the end of the assembly; vector and accumulator registers are one file.
 
-    def number(name: str) -> int:
-        return max((int(value) for value in re.findall(rf"\.{name}:\s*(\d+)", assembly)), default=-1)
-
-    counts = {
-        name: number(name)
-        for name in ("vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size")
-    }
-    if min(counts.values()) < 0:
-        return AotResult(0, 0, 0, False, f"the assembly has no {min(counts, key=lambda name: counts[name])}")
-    spill_bytes = max(
-        counts["private_segment_fixed_size"], 4 * counts["vgpr_spill_count"], 4 * counts["sgpr_spill_count"]
-    )
+    Scalar registers that spill go into lanes of vector registers; where those end as
+    well, the rest shows as memory of the thread.
+    """
+    counts = {}
+    for name in ("vgpr_count", "vgpr_spill_count", "private_segment_fixed_size"):
+        values = [int(value) for value in re.findall(rf"\.{name}:\s*(\d+)", assembly)]
+        if not values:
+            return AotResult(0, 0, 0, False, f"the assembly has no {name}")
+        counts[name] = max(values)
+    spill_bytes = max(counts["private_segment_fixed_size"], 4 * counts["vgpr_spill_count"])
     return AotResult(counts["vgpr_count"], spill_bytes, shared_bytes, False)
 
 

@@ -9,6 +9,7 @@ each inner iteration of a program: keep a test below 50 of them.
 
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,10 +22,30 @@ if not INTERPRETING and not torch.cuda.is_available():
 def pytest_report_header():
     if INTERPRETING:
         return "kernels/gpu: interpreted, on CPU"
-    return "kernels/gpu: on a card" if torch.cuda.is_available() else "kernels/gpu: left out, see its conftest"
+    return (
+        "kernels/gpu: on a card" if torch.cuda.is_available() else "kernels/gpu: left out, see its conftest"
+    )
 
 
 @pytest.fixture(scope="session")
 def device():
     """Where the kernels under test run."""
     return torch.device("cpu" if INTERPRETING else "cuda")
+
+
+@pytest.fixture
+def rows_of_products_stand_alone(monkeypatch):
+    """Under the interpreter, a row of a matrix product depends on that row alone.
+
+    It calls numpy's ``matmul``, whose BLAS adds in an order that depends on where in
+    the matrix a row is; tests that compare bits would see that instead of the kernel.
+    """
+    if not INTERPRETING:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        product = np.einsum("ik,kj->ij", a.data.astype(d.data.dtype), b.data.astype(d.data.dtype))
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
