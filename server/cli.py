@@ -34,6 +34,7 @@ class KernelsName(enum.StrEnum):
     """Which implementation of the operations."""
 
     AUTO = "auto"
+    TRITON = "triton"
     CPU = "cpu"
     REFERENCE = "reference"
 
@@ -46,6 +47,7 @@ class WeightsName(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class PolicyName(enum.StrEnum):

@@ -18,7 +18,12 @@ from server.app import Loaded
 from server.settings import SCRIPTED, Settings
 
 #: Errors that an operator can do something about, by name: their modules bring torch.
-_OF_THE_MACHINE = {"PoolAllocationError", "CpuKernelsUnavailable"}
+_OF_THE_MACHINE = {
+    "CpuKernelsUnavailable",
+    "PoolAllocationError",
+    "TritonKernelsUnavailable",
+    "UnsupportedWeightType",
+}
 
 
 class ModelUnavailable(VorrangError):

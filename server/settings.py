@@ -87,7 +87,7 @@ class ModelSection(BaseModel):
 
     path: str | None = None
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
 
 
 class KvSection(BaseModel):
@@ -131,7 +131,7 @@ class EngineSection(BaseModel):
     runner_start_s_max: float = Field(default=600.0, gt=0)
     runner_max_restarts: int = Field(default=8, ge=0)
     threads: int | None = Field(default=None, ge=1)
-    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    kernels: Literal["auto", "triton", "cpu", "reference"] = "auto"
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
     record_decisions: Path | None = None

@@ -108,4 +108,4 @@ class Decoder:
             ``[R, vocab]`` float32, contiguous.
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
-        return ops.linear(normed, self.weights.lm_head)
+        return ops.logits(normed, self.weights.lm_head)
