@@ -58,9 +58,9 @@ def step(batch, num_q_heads=2, num_kv_heads=1, head_dim=64, block_size=16, dtype
     """Blocks in random order, NaN in every slot that no context holds; tables end in a poisoned block."""
     generator = torch.Generator().manual_seed(len(batch) * 1000 + num_q_heads + head_dim)
     needs = [-(-context // block_size) for _, context in batch]
-    num_blocks = sum(needs) + 3
-    order = torch.randperm(num_blocks, generator=generator)
-    poisoned = int(order[-1])
+    num_blocks = 2 * sum(needs) + 1
+    order = 2 * torch.randperm(sum(needs), generator=generator)  # a block of NaN follows each
+    poisoned = num_blocks - 1
     tables = torch.full((len(batch), max(needs, default=0) + 2), poisoned)
     shape, _ = kv_cache_shapes(num_blocks, block_size, num_kv_heads, head_dim)
     caches = [torch.full(shape, float("nan"), dtype=dtype) for _ in range(2)]

@@ -49,3 +49,36 @@ def rows_of_products_stand_alone(monkeypatch):
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+@pytest.fixture
+def nothing_is_written_past_the_end(monkeypatch):
+    """What launchers allocate is followed by guards, which must be intact when the test ends."""
+    allocate = torch.empty
+    guarded = []
+
+    def with_guard(*shape, **options):
+        size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        whole = allocate(size.numel() + 256, **options).fill_(77)
+        guarded.append(whole[size.numel() :])
+        return whole[: size.numel()].view(size)
+
+    monkeypatch.setattr(torch, "empty", with_guard)
+    yield
+    assert guarded
+    assert all(bool((guard == 77).all()) for guard in guarded)
+
+
+@pytest.fixture
+def programs_run_backwards(monkeypatch):
+    """The interpreter takes a grid's programs from the last to the first: order must not matter."""
+    if not INTERPRETING:
+        return
+    from triton.runtime import interpreter
+
+    forwards = interpreter.InterpreterBuilder.set_grid_idx
+
+    def backwards(self, *place):
+        forwards(self, *(size - 1 - at for size, at in zip(self.grid_dim, place, strict=True)))
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "set_grid_idx", backwards)

@@ -1,5 +1,7 @@
 """Paged attention on the GPU kernels against the reference, and the bits of a row against its neighbours."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -37,6 +39,7 @@ def check(wanted, out, scale, window=None, softcap=None):
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_equals_the_reference(name, invariant, device):
     wanted = step(BATCHES[name], dtype=PRECISE, device=device)
     out = paged_attention(*wanted.arguments(), 0.125, batch_invariant=invariant)
@@ -45,6 +48,7 @@ def test_equals_the_reference(name, invariant, device):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FLOAT32])
 @pytest.mark.parametrize("head_dim", kv_layout.HEAD_DIMS)
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_every_head_size_and_data_type(head_dim, dtype, device):
     wanted = step([(1, 70), (5, 37)], head_dim=head_dim, block_size=32, dtype=dtype, device=device)
     check(wanted, paged_attention(*wanted.arguments(), head_dim**-0.5), head_dim**-0.5)
@@ -52,8 +56,15 @@ def test_every_head_size_and_data_type(head_dim, dtype, device):
 
 @pytest.mark.parametrize("block_size", kv_layout.BLOCK_SIZES)
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (6, 2), (14, 2), (17, 1)])
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_every_block_size_and_groups_of_heads(num_q_heads, num_kv_heads, block_size, device):
     wanted = step([(1, 67), (3, 20)], num_q_heads, num_kv_heads, 64, block_size, PRECISE, device)
+    check(wanted, paged_attention(*wanted.arguments(), 0.125), 0.125)
+
+
+@pytest.mark.usefixtures("programs_run_backwards", "nothing_is_written_past_the_end")
+def test_no_program_writes_what_is_anothers(device):
+    wanted = step([(50, 60), (1, 300), (1, 20)], 6, 2, 80, 16, PRECISE, device)
     check(wanted, paged_attention(*wanted.arguments(), 0.125), 0.125)
 
 
@@ -81,12 +92,13 @@ def test_a_context_of_more_pieces_than_there_may_be_has_longer_ones(monkeypatch,
     check(wanted, paged_attention(*wanted.arguments(), 0.125), 0.125)
 
 
-def test_queries_may_be_a_view_into_wider_rows(device):
-    wanted = step([(1, 9), (3, 11)], dtype=PRECISE, device=device)
-    wide = torch.randn(4, 4, 64, device=device).to(PRECISE)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_queries_may_be_a_view_into_wider_rows_of_which_nothing_else_is_read(invariant, device):
+    wanted = step([(1, 9), (3, 11)], head_dim=80, dtype=PRECISE, device=device)
+    wide = torch.full((4, 4, 80), float("nan"), dtype=PRECISE, device=device)
     wide[:, :2] = wanted.q
-    out = paged_attention(wide[:, :2], *wanted.arguments()[1:], 0.125)
-    assert torch.equal(out, paged_attention(*wanted.arguments(), 0.125))
+    out = paged_attention(wide[:, :2], *wanted.arguments()[1:], 0.125, batch_invariant=invariant)
+    assert torch.equal(out, paged_attention(*wanted.arguments(), 0.125, batch_invariant=invariant))
 
 
 def test_a_step_of_nothing_is_nothing(device):
@@ -126,7 +138,7 @@ def test_a_row_has_the_same_bits_however_its_prompt_was_cut(window, softcap, dev
     for cuts in ([0, 64, 131], [0, 3, 66, 131]):
         parts = [
             paged_attention(*whole.chunk(*cut).arguments(), 0.125, window, softcap)
-            for cut in zip(cuts, cuts[1:], strict=False)
+            for cut in itertools.pairwise(cuts)
         ]
         assert torch.equal(torch.cat(parts), out)
 

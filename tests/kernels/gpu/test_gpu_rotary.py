@@ -44,6 +44,7 @@ def check(arguments, out, written):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, *FLOAT32])
 @pytest.mark.parametrize("head_dim", kv_layout.HEAD_DIMS)
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_every_head_size_and_data_type(head_dim, dtype, device):
     arguments = case(5, 3, 1, head_dim, 16, dtype, device)
     check(arguments, rotary_write_kv(*arguments), slice(None))
@@ -51,12 +52,14 @@ def test_every_head_size_and_data_type(head_dim, dtype, device):
 
 @pytest.mark.parametrize("block_size", kv_layout.BLOCK_SIZES)
 @pytest.mark.parametrize(("num_q_heads", "num_kv_heads"), [(1, 1), (6, 2), (20, 7)])
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_every_block_size_and_groups_of_heads(num_q_heads, num_kv_heads, block_size, device):
     arguments = case(5, num_q_heads, num_kv_heads, 64, block_size, torch.float16, device)
     check(arguments, rotary_write_kv(*arguments), slice(None))
 
 
 @pytest.mark.parametrize("num_tokens", [1, 123])
+@pytest.mark.usefixtures("nothing_is_written_past_the_end")
 def test_odd_numbers_of_tokens(num_tokens, device):
     arguments = case(num_tokens, 2, 1, 64, 16, torch.float16, device)
     check(arguments, rotary_write_kv(*arguments), slice(None))
