@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from kernels.gpu import kv_layout, paged_decode
+from kernels.gpu import kv_layout, paged_decode, paged_prefill
 from kernels.gpu.device import INTERPRETING
 from kernels.gpu.paged_attention import paged_attention
 from tests.support.paged import expected, step
@@ -90,6 +90,12 @@ def test_a_context_of_more_pieces_than_there_may_be_has_longer_ones(monkeypatch,
     monkeypatch.setattr(paged_decode, "SPLITS_MAX", 2)
     wanted = step([(1, 700), (1, 300)], dtype=PRECISE, device=device)
     check(wanted, paged_attention(*wanted.arguments(), 0.125), 0.125)
+
+
+def test_a_tile_finds_its_request_among_more_than_are_looked_through_at_a_time(monkeypatch, device):
+    monkeypatch.setattr(paged_prefill, "SEARCH", 2)
+    wanted = step([(1, 5), (70, 70), (2, 9), (1, 1), (3, 3)], dtype=PRECISE, device=device)
+    check(wanted, paged_attention(*wanted.arguments(), 0.125, batch_invariant=True), 0.125)
 
 
 @pytest.mark.parametrize("invariant", [False, True])
