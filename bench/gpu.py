@@ -126,18 +126,11 @@ def breakdown(measured: Iterable[Measured], step_s: float) -> dict[str, float]:
 def check_exactness(bench: Bench, sizes: Sizes) -> dict[str, bool]:
     """See ``gpu_model.exactness``, in batch-invariant mode."""
     shape = dataclasses.replace(sizes.shape, num_layers=sizes.exact_layers)
-    set_batch_invariant(True)
+    ops.set_batch_invariant(True)
     try:
         return exactness(RandomModel(shape, 4, 64, bench.device, bench.weights), bench.backend())
     finally:
-        set_batch_invariant(False)
-
-
-def set_batch_invariant(enabled: bool) -> None:
-    """Where the implementation has a choice."""
-    switch = getattr(ops, "set_batch_invariant", None)
-    if switch is not None:
-        switch(enabled)
+        ops.set_batch_invariant(False)
 
 
 def kernel_tests() -> dict[str, Any]:

@@ -305,7 +305,15 @@ class _Inputs:
     def sampling(self, num_rows: int) -> Iterator[Case]:
         """LM head, and what chooses: greedily, or by draws."""
         shape = self._shape
-        yield self._linear("lm_head", num_rows, shape.hidden, shape.vocab, 1)
+        x = self._activations(num_rows, shape.hidden)
+        head = ops.pack_linear(self._randn(shape.vocab, shape.hidden), self._weight_type)
+        yield Case(
+            f"logits {num_rows}",
+            lambda: ops.logits(x, head),
+            head.num_bytes + x.nbytes + num_rows * shape.vocab * 4,
+            2 * num_rows * shape.hidden * shape.vocab,
+            1,
+        )
         logits = torch.randn(num_rows, shape.vocab, device=self._device)
         for name, temperature in (("greedy", 0.0), ("drawn", 1.0)):
             inputs = sampling_inputs(num_rows, temperature, self._device)

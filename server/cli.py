@@ -34,6 +34,7 @@ class KernelsName(enum.StrEnum):
     """Which implementation of the operations."""
 
     AUTO = "auto"
+    TRITON = "triton"
     CPU = "cpu"
     REFERENCE = "reference"
 
@@ -54,6 +55,7 @@ class WeightsName(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class PolicyName(enum.StrEnum):
@@ -115,6 +117,10 @@ KernelsOption = Annotated[
     KernelsName | None,
     typer.Option("--kernels", help="Which kernels; auto: the quickest.", rich_help_panel=_MODEL),
 ]
+BatchInvariant = Annotated[
+    bool | None,
+    typer.Option("--batch-invariant", help="Same bits in any batch, on a card too.", rich_help_panel=_MODEL),
+]
 DeviceOption = Annotated[
     DeviceName | None,
     typer.Option("--device", help="Where they compute; auto: a card, if any.", rich_help_panel=_MODEL),
@@ -149,6 +155,7 @@ def serve(
     threads: Threads = None,
     weights: WeightsOption = None,
     kernels: KernelsOption = None,
+    batch_invariant: BatchInvariant = None,
     device: DeviceOption = None,
     tensor_parallel: TensorParallel = None,
     kv_blocks: KvBlocks = None,
@@ -175,6 +182,7 @@ def serve(
             "engine.runner": runner and runner.value,
             "engine.threads": threads,
             "engine.kernels": kernels and kernels.value,
+            "engine.batch_invariant": batch_invariant,
             "engine.device": device and device.value,
             "engine.tensor_parallel": tensor_parallel,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,

@@ -87,7 +87,7 @@ class ModelSection(BaseModel):
 
     path: str | None = None
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
 
 
 class KvSection(BaseModel):
@@ -119,6 +119,7 @@ class EngineSection(BaseModel):
         runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
         threads: threads a step may use; None = one per physical core.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
+        batch_invariant: a row's bits must not depend on its neighbours; costs speed, on a card alone.
         device: where they compute; ``auto`` = a card, where there is one and the kernels can use it.
         tensor_parallel: processes, and cards, that one model is cut over.
         max_buffered_tokens: output tokens held for a client that does not read.
@@ -135,7 +136,8 @@ class EngineSection(BaseModel):
     runner_start_s_max: float = Field(default=600.0, gt=0)
     runner_max_restarts: int = Field(default=8, ge=0)
     threads: int | None = Field(default=None, ge=1)
-    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    kernels: Literal["auto", "triton", "cpu", "reference"] = "auto"
+    batch_invariant: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     max_buffered_tokens: int = Field(default=8192, ge=1)

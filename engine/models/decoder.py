@@ -121,7 +121,7 @@ class Decoder:
             ``[R, vocab]`` float32, contiguous; on ranks other than 0 their own columns alone.
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
-        logits = ops.linear(normed, self.weights.lm_head).float()
+        logits = ops.logits(normed, self.weights.lm_head)
         return self._peers.gather(logits, self.config.vocab_size)
 
     def _embed(self, token_ids: Tensor) -> Tensor:

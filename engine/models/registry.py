@@ -109,6 +109,7 @@ def load(
     max_context: int | None = None,
     weights: "WeightType | Auto" = "auto",
     kernels: str | None = None,
+    batch_invariant: bool = False,
     device: str = "auto",
     kv_share: float = 0.9,
     tensor_parallel: int = 1,
@@ -131,6 +132,7 @@ def load(
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint (float32
             for a GGUF file).
         kernels: implementation of the operations; None leaves the process's choice, or ``auto``.
+        batch_invariant: a row's bits must not depend on its neighbours; else on a card they may.
         device: ``cpu``, ``cuda``, or ``auto`` = a card where there is one and the kernels can use it.
         kv_share: of a card's memory that weights and the largest step leave, what the KV pool gets.
         tensor_parallel: ranks, each a process and, on cards, each on its own; above 1 the process
@@ -143,6 +145,7 @@ def load(
 
     Raises:
         CpuKernelsUnavailable: ``kernels`` is ``cpu``, and this machine can't build or run it.
+        NotBatchInvariant: ``batch_invariant``, and the kernels can't be.
         ModelLoadError: the model cannot be found, read, or computed by this version.
         PoolAllocationError: the KV pool does not fit.
     """
@@ -156,10 +159,12 @@ def load(
         info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
         from engine.runner.rank import device_for
+        from kernels import ops
         from kernels import registry as implementations
 
         if kernels is not None:
             implementations.use(kernels)
+        ops.set_batch_invariant(batch_invariant)
         chosen, reason = implementations.active_name(), implementations.active_reason()
         if kernels == implementations.AUTO and chosen == "reference":
             log.warning("kernels.slow", kernels=chosen, reason=reason)
@@ -177,6 +182,7 @@ def load(
                 context_tokens=context_tokens,
                 weights=weights,
                 kernels=chosen,
+                batch_invariant=batch_invariant,
                 device=found,
                 num_threads=num_threads,
                 block_size=block_size,

@@ -47,6 +47,7 @@ class RankOptions:
         context_tokens: longest prompt + output.
         weights: how matrices are kept.
         kernels: implementation of the operations; None = the process's choice.
+        batch_invariant: a row's bits must not depend on its neighbours.
         device: ``cpu`` or ``cuda``.
         num_threads: threads of one operation, on a CPU; None = torch's choice, shared by the ranks.
         block_size: tokens of a block.
@@ -61,6 +62,7 @@ class RankOptions:
     context_tokens: int
     weights: "WeightType | Auto"
     kernels: str | None
+    batch_invariant: bool
     device: str
     num_threads: int | None
     block_size: int
@@ -93,6 +95,7 @@ class Rank:
         self.device = _device(options.device, shard)
         if options.kernels is not None:
             registry.use(options.kernels)
+        ops.set_batch_invariant(options.batch_invariant)
         #: Threads of one operation, on a CPU.
         self.num_threads = options.num_threads or max(1, torch.get_num_threads() // shard.size)
         whole = DecoderConfig.from_folder(options.folder)

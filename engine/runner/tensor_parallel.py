@@ -274,7 +274,7 @@ def _join(rank: Rank, followers: Followers, options: RankOptions, size: int) -> 
     if size == 1:
         rank.join(None)
         return
-    in_order = rank.device.type == "cpu"
+    in_order = rank.device.type == "cpu" or options.batch_invariant
 
     def join(meeting_place: Path, in_order: bool) -> None:
         rank.join(

@@ -181,6 +181,7 @@ def options(folder):
         context_tokens=64,
         weights="auto",
         kernels="reference",
+        batch_invariant=False,
         device="cpu",
         num_threads=1,
         block_size=16,

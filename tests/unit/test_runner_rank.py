@@ -37,6 +37,7 @@ def options(folder, **fields):
         "context_tokens": 64,
         "weights": "auto",
         "kernels": "reference",
+        "batch_invariant": False,
         "device": "cpu",
         "num_threads": 1,
         "block_size": 16,
