@@ -283,10 +283,17 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
         raise SettingsError(str(error)) from None
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
         raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
-    if settings.engine.tensor_parallel > 1 and settings.engine.runner == "inline":
-        size = settings.engine.tensor_parallel
-        raise SettingsError(f"engine.tensor_parallel must be 1 with engine.runner inline, got {size}")
+    _refuse_ranks_without_processes(settings)
     return Loaded(settings, origins)
+
+
+def _refuse_ranks_without_processes(settings: Settings) -> None:
+    """Ranks are processes, of a real model, and so is the one that leads them."""
+    size = settings.engine.tensor_parallel
+    for setting, value in (("engine.runner", "inline"), ("model.path", SCRIPTED)):
+        section, name = setting.split(".")
+        if size > 1 and getattr(getattr(settings, section), name) == value:
+            raise SettingsError(f"engine.tensor_parallel must be 1 with {setting} {value}, got {size}")
 
 
 def _refuse_unknown_sections() -> None:

@@ -174,7 +174,7 @@ class _Follower:
         self._is_closing = True
         self._process.kill()
         self._process.wait()
-        self._reader.join()  # it has met the end of the socket
+        self._reader.join(EXIT_S_MAX)  # it has met the end of the socket
         self._channel.close()
 
     def _read(self) -> None:

@@ -129,6 +129,9 @@ def test_what_cards_and_ranks_need_reaches_the_model() -> None:
     assert arguments.keys() <= inspect.signature(registry.load).parameters.keys()
 
 
-def test_a_thread_cannot_lead_several_ranks() -> None:
-    with pytest.raises(SettingsError, match=r"engine\.tensor_parallel must be 1 .* inline, got 2"):
-        load(None, {"engine.tensor_parallel": 2, "engine.runner": "inline"})
+@pytest.mark.parametrize(("setting", "value"), [("engine.runner", "inline"), ("model.path", "scripted")])
+def test_ranks_need_a_real_model_and_a_process_that_leads_them(setting: str, value: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"engine\.tensor_parallel must be 1 with {setting} {value}, got 2"
+    ):
+        load(None, {"engine.tensor_parallel": 2, setting: value})
