@@ -120,6 +120,7 @@ def pack(batch: Batch, words: Tensor) -> None:
     """
     places = sections(shape_of(batch))
     attention, sampling = batch.attention, batch.sampling
+    assert sampling.adjustments is None, "no request can ask for any yet, so they have no place here"
     for name, values in {
         "token_ids": batch.token_ids,
         "positions": attention.positions,

@@ -56,7 +56,8 @@ def tensors_of(inputs):
     """Every tensor of a batch or of a step's inputs, by name; block tables cut to what is named."""
     found = {"token_ids": inputs.token_ids, "sample_rows": inputs.sample_rows}
     for part in (inputs.attention, inputs.sampling):
-        found |= {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        values = {field.name: getattr(part, field.name) for field in dataclasses.fields(part)}
+        found |= {name: value for name, value in values.items() if value is not None}
     return found
 
 
