@@ -285,13 +285,15 @@ def test_sampling_adjusts_before_it_chooses(device):
         assert _both(logits, device, temperature=0.0, adjust=adjust) == [chosen]
 
 
+@pytest.mark.parametrize("poison", [NAN, 50.0])
 @pytest.mark.parametrize("vocab", [5, 303])
-def test_log_probs_are_the_oracles_with_the_lowest_ids_first_on_ties(vocab, device):
+def test_log_probs_are_the_oracles_with_the_lowest_ids_first_on_ties(vocab, poison, device):
     logits = _logits(3, vocab, ties=True)
+    logits[1, 1:] = -INF
     ids = torch.tensor([0, vocab - 1, 3])
     wanted = reference.log_probs(logits, ids, 5)
 
-    got = row_kernels.log_probs(_poisoned(logits, device), ids.to(device), 5)
+    got = row_kernels.log_probs(_poisoned(logits, device, poison), ids.to(device), 5)
 
     assert torch.equal(got.top_ids.cpu(), wanted.top_ids)
     torch.testing.assert_close(got.top.cpu(), wanted.top)
