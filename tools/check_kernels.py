@@ -13,7 +13,6 @@ into ``docs/kernels.md``; without it the rows there must be those of the code
 import argparse
 import json
 import multiprocessing
-import os
 import re
 import sys
 import tempfile
@@ -68,7 +67,7 @@ def compile_all(jobs: Sequence[Job], workers: int, cache: Path | None) -> dict[J
     context = multiprocessing.get_context("spawn")
     with (
         tempfile.TemporaryDirectory() as scratch,
-        ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(scratch,)) as pool,
+        ProcessPoolExecutor(workers, context, initializer=aot.keep_artifacts_in, initargs=(scratch,)) as pool,
     ):
         running = {pool.submit(aot.compile_entry, *job): job for job in missing}
         for done, future in enumerate(as_completed(running), start=1):
@@ -80,11 +79,6 @@ def compile_all(jobs: Sequence[Job], workers: int, cache: Path | None) -> dict[J
             if done % 50 == 0:
                 print(f"{done} compiled", flush=True)
     return results
-
-
-def _begin(scratch: str) -> None:
-    """In a worker: what triton keeps for itself goes where it is thrown away."""
-    os.environ["TRITON_CACHE_DIR"] = scratch
 
 
 def failures(results: dict[Job, AotResult]) -> list[str]:

@@ -13,6 +13,7 @@ import contextlib
 import hashlib
 import importlib
 import io
+import os
 import pkgutil
 import re
 from collections.abc import Sequence
@@ -125,6 +126,11 @@ def fingerprint(entry: AotEntry, target: TargetName) -> str:
         triton.__version__,
     )
     return hashlib.sha256(f"{_function(entry).cache_key} {options!r}".encode()).hexdigest()
+
+
+def keep_artifacts_in(folder: str) -> None:
+    """Have this process's compilations leave their files in ``folder``, to be thrown away."""
+    os.environ["TRITON_CACHE_DIR"] = folder
 
 
 def compile_entry(entry: AotEntry, target: TargetName) -> AotResult:

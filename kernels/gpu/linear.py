@@ -19,6 +19,7 @@ columns of a tile alike. Source: He et al., "Defeating Nondeterminism in LLM
 Inference", 2025.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -219,8 +220,8 @@ def linear(
         out,
         x,
         weight,
-        out if scales is None else scales,
-        out if bias is None else bias,
+        _nothing(x.device) if scales is None else scales,
+        _nothing(x.device) if bias is None else bias,
         num_tokens,
         num_outputs,
         num_inputs // unit,
@@ -237,6 +238,12 @@ def linear(
         num_stages=config.num_stages,
     )
     return out
+
+
+@functools.cache
+def _nothing(device: torch.device) -> Tensor:
+    """Stands in where there are no scales or no bias, so that types, and so the kernel, stay the same."""
+    return torch.zeros(1, dtype=torch.float32, device=device)
 
 
 def _kind(x: Tensor, weight: Tensor, scales: Tensor | None) -> WeightKind:
@@ -279,8 +286,7 @@ def _aot_entry(
         "out_ptr": out_name,
         "x_ptr": name,
         "weight_ptr": weight_name,
-        # Where there are none, the launcher passes the result's address.
-        "scales_ptr": out_name if kind == "float" else "fp32",
+        "scales_ptr": "fp32",
         "bias_ptr": "fp32",
     }
     tile = f"{config.tokens}x{config.outputs}x{config.inputs}"

@@ -82,8 +82,9 @@ def log_probs_kernel(
             token = begin + tl.arange(0, BLOCK)
             logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
             after = (logit < last) | ((logit == last) & (token > last_id))
-            # The first clause lets minus infinity in, where nothing larger is left.
-            better = after & (token < vocab) & ((best_id == NO_ID) | (logit > best))
+            # The first clause lets minus infinity in, where nothing larger is left. What fills up a block
+            # is minus infinity as well, and comes after every id there is.
+            better = after & ((best_id == NO_ID) | (logit > best))
             best, best_id = tl.where(better, logit, best), tl.where(better, token, best_id)
         last, last_id = best_of(best, best_id)
         tl.store(top_ids_ptr + row * num_top + place, tl.minimum(last_id, vocab - 1).to(tl.int64))

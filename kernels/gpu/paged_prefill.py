@@ -214,7 +214,7 @@ def prefill_kernel(
         exists = candidates < num_requests
         starts = tl.load(query_start_ptr + candidates, mask=exists, other=0).to(tl.int32)
         found += tl.sum((exists & (starts // tile_tokens + candidates <= number)).to(tl.int32), axis=0)
-    request = (found - 1).to(tl.int64)
+    request = tl.cast(found - 1, tl.int64)
     first_row = tl.load(query_start_ptr + request)
     num_queries = (tl.load(query_start_ptr + request + 1) - first_row).to(tl.int32)
     first_query = (number - (first_row.to(tl.int32) // tile_tokens + request.to(tl.int32))) * tile_tokens

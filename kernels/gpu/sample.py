@@ -124,6 +124,8 @@ def _border(
     """The smallest bits of ``d`` up to which ids measure at least ``goal``.
 
     Ids count one each, or with ``MASS`` their ``exp(-d * sharpness)``, and ``goal`` is a share of all.
+    Banned ids, and those past the vocabulary that fill up a block, are infinitely far from the maximum:
+    they weigh nothing, come last in a count, and are never the best score.
     Ids with bits above ``limit`` do not exist; those at it measure ``limit_mass`` together.
 
     Returns:
@@ -144,7 +146,7 @@ def _border(
                 distance = top - logit
                 bits = _bits_of(distance)
                 measure = tl.exp(-distance * sharpness) if MASS else tl.full((BLOCK,), 1.0, tl.float32)
-                measure = tl.where((token < vocab) & (bits < limit), measure, 0.0)
+                measure = tl.where(bits < limit, measure, 0.0)
                 sums += tl.where(bits[None, :] <= ends[:, None], measure[None, :], 0.0)
         measures = tl.sum(sums, axis=1) + tl.where(ends >= limit, limit_mass, 0.0)
         if MASS and digit == 0:
@@ -177,11 +179,11 @@ def _draw(
         token = begin + tl.arange(0, BLOCK)
         distance = top - tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
         bits = _bits_of(distance)
-        tie = ((bits == border) & (token < vocab)).to(tl.int32)
+        tie = (bits == border).to(tl.int32)
         rank = ties_seen + tl.cumsum(tie, axis=0)
         ties_seen += tl.sum(tie, axis=0)
         kept = (bits < border) | ((tie == 1) & (rank <= num_ties))
-        kept = kept & (distance <= cutoff) & (token < vocab)
+        kept = kept & (distance <= cutoff)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             score = gumbel_noise(key, token) - distance * sharpness
             better = kept & (score > best)

@@ -66,9 +66,14 @@ def test_odd_numbers_of_tokens(num_tokens, device):
 
 
 def test_a_negative_slot_writes_nothing(device):
-    arguments = case(5, 2, 2, 64, 16, torch.float16, device)
-    arguments[3][[1, 4]] = -1
+    *rest, k_cache, v_cache = case(5, 2, 2, 64, 16, torch.float16, device)
+    rest[3][[1, 4]] = -1
+    # The block before the cache is where a slot of -1 would go.
+    wider = [torch.cat([torch.zeros_like(cache[:1]), cache]) for cache in (k_cache, v_cache)]
+    arguments = (*rest, *(cache[1:] for cache in wider))
+
     check(arguments, rotary_write_kv(*arguments), [0, 2, 3])
+    assert not any(cache[0].any() for cache in wider)
 
 
 def test_no_tokens_are_no_work(device):

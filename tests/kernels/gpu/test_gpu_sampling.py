@@ -48,9 +48,9 @@ def _inputs(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, ind
     )
 
 
-def _poisoned(logits, device):
-    """Rows of logits between rows of NaN."""
-    room = torch.full((len(logits) + 2, logits.shape[1]), NAN, device=device)
+def _poisoned(logits, device, poison=NAN):
+    """Rows of logits between rows of poison."""
+    room = torch.full((len(logits) + 2, logits.shape[1]), poison, device=device)
     return room[1:-1].copy_(logits)
 
 
@@ -59,11 +59,11 @@ def _logits(rows, vocab, seed=0, ties=False):
     return logits.round() if ties else logits
 
 
-def _both(logits, device, **settings):
+def _both(logits, device, *, poison=NAN, **settings):
     """What the kernel chose and failed, after checking that the oracle says the same."""
     inputs = _inputs(len(logits), **settings)
     wanted = sampling.sample(logits.clone(), inputs)
-    got = sampler.sample(_poisoned(logits, device), inputs)
+    got = sampler.sample(_poisoned(logits, device, poison), inputs)
     assert got.failed.cpu().tolist() == wanted.failed.tolist()
     chosen = [
         -1 if failed else token
@@ -126,6 +126,13 @@ def test_cuts_and_choices_are_the_oracles(vocab, settings, ties, device):
     _both(logits, device, seed=[1, 2, 3], index=[0, 7, 9], **settings)
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {}, {"top_k": 4}, {"top_p": 0.4}], ids=str)
+@pytest.mark.parametrize("poison", [NAN, INF, 1e6, 50.0])
+def test_nothing_behind_the_last_logit_is_read(poison, settings, device):
+    """Not even where it would win: rows of 303 logits end inside a block."""
+    _both(_logits(1, 303, seed=5), device, poison=poison, index=[3], **settings)
+
+
 def _reachable(logits, device, *, draws=16, **settings):
     rows = torch.tensor(logits, dtype=torch.float32).repeat(draws, 1)
     return set(_both(rows, device, index=list(range(draws)), **settings))
@@ -165,10 +172,10 @@ def test_a_cut_keeps_exactly_so_many_and_not_one_more(device):
 
 
 def test_greedy_takes_the_lowest_id_of_equal_logits_in_any_block(device):
-    logits = torch.zeros(4, 600)
-    for row, ids in enumerate(([300, 599], [3, 598], [255, 256], [0])):
+    logits = torch.zeros(5, 600)
+    for row, ids in enumerate(([300, 599], [3, 598], [255, 256], [44, 300, 556], [0])):
         logits[row, ids] = 4.0
-    assert _both(logits, device, temperature=0.0, top_k=2, top_p=0.1, min_p=1.0) == [300, 3, 255, 0]
+    assert _both(logits, device, temperature=0.0, top_k=2, top_p=0.1, min_p=1.0) == [300, 3, 255, 44, 0]
 
 
 def test_bans_hold_for_their_row_and_count_before_the_cuts(device):
@@ -278,13 +285,15 @@ def test_sampling_adjusts_before_it_chooses(device):
         assert _both(logits, device, temperature=0.0, adjust=adjust) == [chosen]
 
 
+@pytest.mark.parametrize("poison", [NAN, 50.0])
 @pytest.mark.parametrize("vocab", [5, 303])
-def test_log_probs_are_the_oracles_with_the_lowest_ids_first_on_ties(vocab, device):
+def test_log_probs_are_the_oracles_with_the_lowest_ids_first_on_ties(vocab, poison, device):
     logits = _logits(3, vocab, ties=True)
+    logits[1, 1:] = -INF
     ids = torch.tensor([0, vocab - 1, 3])
     wanted = reference.log_probs(logits, ids, 5)
 
-    got = row_kernels.log_probs(_poisoned(logits, device), ids.to(device), 5)
+    got = row_kernels.log_probs(_poisoned(logits, device, poison), ids.to(device), 5)
 
     assert torch.equal(got.top_ids.cpu(), wanted.top_ids)
     torch.testing.assert_close(got.top.cpu(), wanted.top)
