@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -27,8 +27,11 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 	$(BIN)/vorrang sim run saturated --compare all
 
-test: $(STAMP) ## run the tests
+test: $(STAMP) test-kernels ## run the tests
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"
+
+test-kernels: $(STAMP) ## run the GPU kernels' tests on CPU, interpreted (a process of their own)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -n 2 --dist worksteal -m "not deep"
 
 test-deep: $(STAMP) ## what `make test` leaves out for time
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
@@ -46,13 +49,20 @@ bench-model: $(STAMP) ## what a step of the default model costs, beside transfor
 bench-grpc: $(STAMP) ## what a token costs on its way out, beside a bare grpc.aio server
 	PYTHONPATH=.:protos $(BIN)/python bench/grpc_cost.py
 
-check: $(STAMP) ## lint, types, borders, protos, generated code
+gpu: $(STAMP) ## tests and measurements on a card; one line where there is none
+	PYTHONPATH=.:protos $(BIN)/python bench/gpu.py
+
+check: $(STAMP) ## lint, types, borders, protos, generated code, GPU kernels
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
+	$(MAKE) --no-print-directory check-kernels
+
+check-kernels: $(STAMP) ## compile every GPU kernel ahead of time, no card needed (WRITE=1 writes docs/kernels.md)
+	$(BIN)/python tools/check_kernels.py $(if $(WRITE),--write)
 
 fmt: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix-only --quiet . || true

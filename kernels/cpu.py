@@ -20,11 +20,13 @@ from kernels import cpu_build, sampling
 from kernels.interface import (
     AttentionInputs,
     LayerStack,
+    LogProbs,
     PackedWeight,
     Projection,
     RunLayers,
     Sampled,
     SamplingInputs,
+    UnsupportedWeightType,
     WeightType,
 )
 from kernels.weights import quantised, rounded
@@ -38,12 +40,15 @@ __all__ = [
     "gelu_mul",
     "kv_cache_shapes",
     "linear",
+    "log_probs",
     "log_sum_exp",
+    "logits",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
 ]
@@ -99,6 +104,10 @@ def set_num_threads(num_threads: int) -> None:
 _set_num_threads(torch.get_num_threads())
 
 
+def set_batch_invariant(enabled: bool) -> None:
+    """A row's bits never depend on its neighbours here."""
+
+
 def kv_cache_shapes(
     num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -113,6 +122,8 @@ def kv_cache_shapes(
 
 def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     """Panels of 16 rows, the last one filled up with zeros; a few thousand rows at a time."""
+    if weight_type not in _TYPES:
+        raise UnsupportedWeightType("cpu", tuple(_TYPES), weight_type)
     num_outputs, num_inputs = weight.shape
     code = _TYPES[weight_type]
     panel_bytes = _panel_bytes(code, num_inputs)
@@ -164,6 +175,11 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
         weight.num_outputs,
     )
     return out
+
+
+def logits(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Activations are float32, so that ``linear`` will do."""
+    return linear(x, weight)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -412,6 +428,11 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     out = torch.empty(logits.shape[0])
     _log_sum_exp(out.data_ptr(), logits.data_ptr(), *logits.shape)
     return out
+
+
+def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
+    """Asked for seldom, so torch's own sort will do."""
+    return sampling.log_probs_of(logits, token_ids, num_top, log_sum_exp(logits))
 
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,35 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-#: How the elements of a weight are kept: exact, rounded, or integers with one scale a row.
-WeightType = Literal["fp32", "bf16", "fp16", "int8"]
+#: How the elements of a weight are kept: exact, rounded, or integers or e4m3 with one scale a row.
+WeightType = Literal["fp32", "bf16", "fp16", "int8", "fp8"]
+
+
+class UnsupportedWeightType(ValueError):
+    """An implementation does not keep weights like that.
+
+    Args:
+        kernels: name of the implementation.
+        known: the types it knows.
+        weight_type: what was asked for.
+    """
+
+    def __init__(self, kernels: str, known: tuple[str, ...], weight_type: str) -> None:
+        super().__init__(
+            f"weights must be one of {', '.join(known)} with {kernels} kernels, got {weight_type!r}"
+        )
+        self.weight_type = weight_type
+
+
+class NotBatchInvariant(ValueError):
+    """An implementation cannot promise that a row's bits do not depend on its neighbours.
+
+    Args:
+        kernels: name of the implementation.
+    """
+
+    def __init__(self, kernels: str) -> None:
+        super().__init__(f"batch_invariant must be false with {kernels} kernels, got True")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,6 +85,8 @@ class LayerWeights:
         mlp_norm: ``[hidden]``, before the MLP.
         gate_up: gate and up projections, fused in this order.
         down: back to the residual stream.
+        q_norm: ``[head_dim]``, of each query head before it is rotated; None = not normed.
+        k_norm: likewise, of each key head.
     """
 
     attention_norm: Tensor
@@ -66,6 +95,8 @@ class LayerWeights:
     mlp_norm: Tensor
     gate_up: Projection
     down: Projection
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,7 +123,7 @@ class LayerStack:
     """All layers of a decoder and what they share.
 
     Attributes:
-        layers: one entry a layer.
+        layers: one entry a layer, none of them with a norm of its heads.
         rope: ``[max_positions, head_dim]``, see ``kernels.ops.rotary_write_kv``.
         num_q_heads: query heads.
         num_kv_heads: KV heads.
@@ -119,7 +150,7 @@ class RunLayers(Protocol):
         """Compute every layer and store the tokens' KV.
 
         Args:
-            hidden: ``[T, hidden]`` float32, overwritten.
+            hidden: ``[T, hidden]``, overwritten.
             inputs: where the tokens are.
             keys: one layer's K cache each, always the same ones.
             values: likewise.
@@ -131,6 +162,36 @@ class RunLayers(Protocol):
             IndexError: a position, slot or block does not exist; nothing was computed.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class LogitAdjustments:
+    """Penalties and biases of ``R`` rows, as ``P`` pairs of row and id. No pair may come twice.
+
+    The logit ``x`` of a pair that was seen in prompt or output becomes ``x / repetition`` where it is
+    positive, else ``x * repetition``; then, if the output holds it ``n > 0`` times, ``x - presence -
+    n * frequency``; then ``x + bias``. Sources: Keskar et al., "CTRL", 2019; the OpenAI API's definition
+    of the other two.
+
+    Attributes:
+        rows: ``[P]`` int64.
+        token_ids: ``[P]`` int64.
+        in_prompt: ``[P]`` bool, the id is in the row's prompt.
+        output_counts: ``[P]`` int64, how often it is in the row's output so far.
+        bias: ``[P]`` float32, finite; 0 = none.
+        repetition: ``[R]`` float32, greater than 0; 1 = off.
+        presence: ``[R]`` float32; 0 = off.
+        frequency: ``[R]`` float32; 0 = off.
+    """
+
+    rows: Tensor
+    token_ids: Tensor
+    in_prompt: Tensor
+    output_counts: Tensor
+    bias: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +207,7 @@ class SamplingInputs:
         output_index: ``[R]`` int64, index of the sampled token in its output.
         banned_rows: ``[B]`` int64, row of each banned pair.
         banned_ids: ``[B]`` int64, token id of each banned pair.
+        adjustments: penalties and biases, which come before everything else; None = none.
     """
 
     temperature: Tensor
@@ -156,6 +218,7 @@ class SamplingInputs:
     output_index: Tensor
     banned_rows: Tensor
     banned_ids: Tensor
+    adjustments: LogitAdjustments | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +234,21 @@ class Sampled:
     failed: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Log probabilities of ``R`` rows.
+
+    Attributes:
+        chosen: ``[R]`` float32, of the id asked about.
+        top_ids: ``[R, n]`` int64, the likeliest ids, likeliest first, equal ones by id.
+        top: ``[R, n]`` float32, theirs.
+    """
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
+
+
 class Implementation(Protocol):
     """One implementation of every operation; ``kernels.ops`` documents each of them.
 
@@ -179,6 +257,10 @@ class Implementation(Protocol):
 
     def set_num_threads(self, num_threads: int) -> None:
         """See ``kernels.ops.set_num_threads``."""
+        ...
+
+    def set_batch_invariant(self, enabled: bool) -> None:
+        """See ``kernels.ops.set_batch_invariant``."""
         ...
 
     def kv_cache_shapes(
@@ -205,6 +287,10 @@ class Implementation(Protocol):
 
     def linear(self, x: Tensor, weight: PackedWeight, bias: Tensor | None) -> Tensor:
         """See ``kernels.ops.linear``."""
+        ...
+
+    def logits(self, x: Tensor, weight: PackedWeight) -> Tensor:
+        """See ``kernels.ops.logits``."""
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
@@ -252,6 +338,10 @@ class Implementation(Protocol):
 
     def log_sum_exp(self, logits: Tensor) -> Tensor:
         """See ``kernels.ops.log_sum_exp``."""
+        ...
+
+    def log_probs(self, logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
+        """See ``kernels.ops.log_probs``."""
         ...
 
     def fuse_layers(self, stack: LayerStack) -> RunLayers | None:

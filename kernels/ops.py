@@ -4,6 +4,10 @@ Layout: flat and padding-free. A step computes ``T`` tokens of ``S`` requests;
 request ``s`` owns the tokens ``query_start[s] .. query_start[s + 1]``. A *slot*
 is a token's place in the KV cache, ``block * block_size + offset``. ``Hq`` and
 ``Hkv`` count query and KV heads, ``D`` is the size of one head.
+
+Activations are float32 on a CPU, float16 or bfloat16 on a card: the
+implementation's choice, which ``embed`` makes and every other operation keeps.
+Sums, norms and scores are float32 inside, logits everywhere.
 """
 
 from torch import Tensor
@@ -13,11 +17,15 @@ from kernels.interface import (
     AttentionInputs,
     LayerStack,
     LayerWeights,
+    LogitAdjustments,
+    LogProbs,
+    NotBatchInvariant,
     PackedWeight,
     Projection,
     RunLayers,
     Sampled,
     SamplingInputs,
+    UnsupportedWeightType,
     WeightType,
 )
 
@@ -25,11 +33,15 @@ __all__ = [
     "AttentionInputs",
     "LayerStack",
     "LayerWeights",
+    "LogProbs",
+    "LogitAdjustments",
+    "NotBatchInvariant",
     "PackedWeight",
     "Projection",
     "RunLayers",
     "Sampled",
     "SamplingInputs",
+    "UnsupportedWeightType",
     "WeightType",
     "add_rms_norm",
     "argmax",
@@ -39,12 +51,15 @@ __all__ = [
     "gelu_mul",
     "kv_cache_shapes",
     "linear",
+    "log_probs",
     "log_sum_exp",
+    "logits",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
 ]
@@ -56,6 +71,18 @@ def set_num_threads(num_threads: int) -> None:
     Invariant: on CPU no result depends on it, but for the reference's.
     """
     registry.active().set_num_threads(num_threads)
+
+
+def set_batch_invariant(enabled: bool) -> None:
+    """Whether a row's bits must not depend on what is computed beside it, from now on.
+
+    Off, an implementation may compute as is quickest for the step at hand. Costs nothing on a CPU, where
+    ``cpu`` always does so; on a card matrix products get slower.
+
+    Raises:
+        NotBatchInvariant: ``enabled``, and the active implementation can't.
+    """
+    registry.active().set_batch_invariant(enabled)
 
 
 def kv_cache_shapes(
@@ -77,18 +104,22 @@ def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
 
     ``bf16`` and ``fp16`` round to nearest even, which loses nothing when the
     weight has that dtype already. ``int8`` divides each row by its largest
-    magnitude / 127 and rounds.
+    magnitude / 127 and rounds; ``fp8`` by its largest magnitude / 448 and rounds
+    to e4m3.
 
     Args:
-        weight: ``[n_out, n_in]``, floating point, any strides; not needed afterwards,
-            unless the result shares its memory (the reference's does where it can).
+        weight: ``[n_out, n_in]``, floating point, any strides, on the device where the result is to be;
+            not needed afterwards, unless the result shares its memory (it does where it can).
         weight_type: how the elements are to be kept.
+
+    Raises:
+        UnsupportedWeightType: the active implementation does not keep weights like that.
     """
     return registry.active().pack_linear(weight, weight_type)
 
 
 def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
-    """Rows of the embedding: ``[T]`` int64 and ``[vocab, hidden]`` to ``[T, hidden]`` float32."""
+    """Rows of the embedding: ``[T]`` int64 and ``[vocab, hidden]`` to ``[T, hidden]`` activations."""
     return registry.active().embed(token_ids, weight)
 
 
@@ -99,11 +130,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: ``[T, hidden]``.
-        weight: ``[hidden]``.
+        weight: ``[hidden]`` float32.
         eps: added to the mean square.
 
     Returns:
-        ``[T, hidden]``, a new tensor.
+        ``[T, hidden]``, a new tensor of the dtype of ``x``.
     """
     return registry.active().rms_norm(x, weight, eps)
 
@@ -117,8 +148,19 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T + bias``: ``[T, n_in]`` and ``[n_out, n_in]`` to ``[T, n_out]``."""
+    """``x @ weight.T + bias``: ``[T, n_in]`` and ``[n_out, n_in]`` to ``[T, n_out]`` of the dtype of ``x``.
+
+    The bias is ``[n_out]`` float32.
+    """
     return registry.active().linear(x, weight, bias)
+
+
+def logits(x: Tensor, weight: PackedWeight) -> Tensor:
+    """``x @ weight.T`` of the LM head: ``[R, hidden]`` and ``[vocab, hidden]`` to ``[R, vocab]`` float32.
+
+    Float32 whatever the activations are, for rounded logits would tie.
+    """
+    return registry.active().logits(x, weight)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -228,16 +270,30 @@ def log_sum_exp(logits: Tensor) -> Tensor:
     return registry.active().log_sum_exp(logits)
 
 
+def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
+    """Log probabilities of one id a row, and of each row's likeliest ids.
+
+    Of the logits as they are: without temperature, penalties or cuts, so before ``sample``, which
+    overwrites.
+
+    Args:
+        logits: ``[R, vocab]`` float32.
+        token_ids: ``[R]`` int64, the ids asked about.
+        num_top: how many of the likeliest, 0 to vocab; meant for 20 at most.
+    """
+    return registry.active().log_probs(logits, token_ids, num_top)
+
+
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Choose a token for each row.
 
-    In this order: banned ids leave; logits are divided by the temperature; the
-    ``top_k`` likeliest stay; of those the smallest set of likeliest whose mass
-    reaches ``top_p``; of those the ones with at least ``min_p`` times the
-    likeliest one's probability; then the argmax of logit + Gumbel noise, a draw
-    from the softmax (Gumbel 1954; Maddison et al., "A* Sampling", 2014). Equal
-    logits rank by id, the lowest first. Temperature 0 is the argmax of the
-    logits, the lowest id on ties.
+    In this order: logits are adjusted (``LogitAdjustments``); banned ids leave;
+    logits are divided by the temperature; the ``top_k`` likeliest stay; of those
+    the smallest set of likeliest whose mass reaches ``top_p``; of those the ones
+    with at least ``min_p`` times the likeliest one's probability; then the argmax
+    of logit + Gumbel noise, a draw from the softmax (Gumbel 1954; Maddison et al.,
+    "A* Sampling", 2014). Equal logits rank by id, the lowest first. Temperature 0
+    is the argmax of the logits, the lowest id on ties.
 
     Invariant: a row's choice depends on its logits, its parameters and
     (seed, output index) alone, never on the other rows.

@@ -8,9 +8,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from kernels.interface import LayerStack, PackedWeight, RunLayers, WeightType
-from kernels.sampling import sample
-from kernels.weights import quantised, rounded
+from kernels.interface import (
+    LayerStack,
+    LogProbs,
+    NotBatchInvariant,
+    PackedWeight,
+    RunLayers,
+    WeightType,
+)
+from kernels.sampling import log_probs_of, sample
+from kernels.weights import quantised, quantised_fp8, rounded
 
 __all__ = [
     "add_rms_norm",
@@ -21,12 +28,15 @@ __all__ = [
     "gelu_mul",
     "kv_cache_shapes",
     "linear",
+    "log_probs",
     "log_sum_exp",
+    "logits",
     "pack_linear",
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
     "sample",
+    "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
 ]
@@ -53,11 +63,20 @@ def set_num_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+def set_batch_invariant(enabled: bool) -> None:
+    """The BLAS of torch computes a row otherwise in another batch."""
+    if enabled:
+        raise NotBatchInvariant("reference")
+
+
 def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     """The values that ``weight_type`` leaves, as float32; float32 itself stays where it is."""
     if weight_type == "int8":
         integers, scales = quantised(weight)
         data = integers.float().mul_(scales.unsqueeze(1))
+    elif weight_type == "fp8":
+        numbers, scales = quantised_fp8(weight)
+        data = numbers.float().mul_(scales.unsqueeze(1))
     else:
         data = rounded(weight, weight_type).float()
     return PackedWeight(data, None, weight.shape[0], weight.shape[1], weight_type)
@@ -96,6 +115,11 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     split = matrix.view(parts, num_outputs // parts, -1)
     out = torch.bmm(split, x.t().expand(parts, -1, num_rows)).view(num_outputs, num_rows).t().contiguous()
     return out if bias is None else out.add_(bias)
+
+
+def logits(x: Tensor, weight: PackedWeight) -> Tensor:
+    """Activations are float32, so that ``linear`` will do."""
+    return linear(x, weight)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -216,3 +240,8 @@ def argmax(logits: Tensor) -> Tensor:
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Torch's own."""
     return logits.logsumexp(dim=-1)
+
+
+def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
+    """By a stable sort of the whole row."""
+    return log_probs_of(logits, token_ids, num_top, log_sum_exp(logits))

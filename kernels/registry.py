@@ -6,15 +6,25 @@ layout belong to the implementation they were made with.
 """
 
 import importlib
+from collections.abc import Callable
 from typing import cast
 
+import torch
+
 from kernels.cpu_build import CpuKernelsUnavailable
+from kernels.gpu import available
 from kernels.interface import Implementation
 
 #: The quickest implementation that can be had here.
 AUTO = "auto"
 
-_MODULES: dict[str, str] = {"cpu": "kernels.cpu", "reference": "kernels.reference"}
+_MODULES: dict[str, str] = {
+    "triton": "kernels.gpu.implementation",
+    "cpu": "kernels.cpu",
+    "reference": "kernels.reference",
+}
+#: What must hold before a module is imported, because its import could not say it as well; else raises.
+_REQUIREMENTS: dict[str, Callable[[], object]] = {"triton": available.device}
 _active: tuple[str, Implementation] | None = None
 _reason = ""
 
@@ -49,20 +59,36 @@ def use(name: str) -> None:
     Raises:
         UnknownImplementation: there is none of this name.
         CpuKernelsUnavailable: ``cpu`` was asked for by name and cannot be had here.
+        TritonKernelsUnavailable: ``triton`` likewise.
     """
     global _active, _reason
     if name == AUTO:
-        try:
-            use("cpu")
-            _reason = "the quickest on a CPU"
-        except CpuKernelsUnavailable as error:
-            use("reference")
-            _reason = f"cpu is not available: {error}"
+        _reason = _use_the_quickest()
         return
     if name not in _MODULES:
         raise UnknownImplementation(name, (AUTO, *names()))
+    if name in _REQUIREMENTS:
+        _REQUIREMENTS[name]()
     _active = (name, cast("Implementation", importlib.import_module(_MODULES[name])))
     _reason = "asked for by name"
+
+
+def _use_the_quickest() -> str:
+    """What ``auto`` means here. Returns why."""
+    no_card = "torch finds no GPU"
+    if torch.cuda.is_available():
+        try:
+            use("triton")
+        except available.TritonKernelsUnavailable as error:
+            no_card = str(error)
+        else:
+            return f"there is {available.description()}"
+    try:
+        use("cpu")
+    except CpuKernelsUnavailable as error:
+        use("reference")
+        return f"cpu is not available: {error}"
+    return f"the quickest on a CPU, and {no_card}"
 
 
 def active() -> Implementation:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.interface import Sampled, SamplingInputs
+from kernels.interface import LogitAdjustments, LogProbs, Sampled, SamplingInputs
 
 _MASK = 2**64 - 1
 # Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
@@ -33,10 +33,12 @@ def sample(
     inputs: SamplingInputs,
     greedy: Callable[[Tensor], tuple[Tensor, Tensor]] = greedy,
 ) -> Sampled:
-    """Choose a token for each row; ``logits`` is overwritten where ids are banned.
+    """Choose a token for each row; ``logits`` is overwritten where ids are banned or adjusted.
 
     ``greedy`` stands for the function of that name where an implementation has a quicker one.
     """
+    if inputs.adjustments is not None:
+        adjust(logits, inputs.adjustments)
     token_ids, finite = greedy(logits)
     failed = ~finite
     if inputs.banned_ids.numel():
@@ -59,6 +61,28 @@ def sample(
         for row in drawing:
             token_ids[row] = _draw(logits[row], *settings[row])
     return Sampled(token_ids, failed)
+
+
+def adjust(logits: Tensor, adjustments: LogitAdjustments) -> None:
+    """Penalise and bias ``logits`` in place; ``LogitAdjustments`` says how."""
+    rows, token_ids = adjustments.rows, adjustments.token_ids
+    counts = adjustments.output_counts.to(logits.dtype)
+    repetition = adjustments.repetition[rows]
+    values = logits[rows, token_ids]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(adjustments.in_prompt | (counts > 0), repeated, values)
+    penalty = adjustments.presence[rows] + counts * adjustments.frequency[rows]
+    values = torch.where(counts > 0, values - penalty, values)
+    logits[rows, token_ids] = values + adjustments.bias
+
+
+def log_probs_of(logits: Tensor, token_ids: Tensor, num_top: int, log_sum_exp: Tensor) -> LogProbs:
+    """What ``kernels.ops.log_probs`` returns, from what the exponentials of a row sum up to."""
+    totals = log_sum_exp.unsqueeze(1)
+    chosen = logits.gather(1, token_ids.unsqueeze(1)) - totals
+    # Stable, so that equal ones stay in the order of their ids.
+    values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return LogProbs(chosen.squeeze(1), ids[:, :num_top].contiguous(), values[:, :num_top] - totals)
 
 
 def gumbel_noise(seed: int, output_index: int, token_ids: Tensor) -> Tensor:

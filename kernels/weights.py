@@ -32,3 +32,24 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = wide.abs().amax(dim=1) / 127
     scales[scales == 0] = 1.0
     return (wide / scales.unsqueeze(1)).round_().clamp_(-127, 127).to(torch.int8), scales
+
+
+#: Largest finite e4m3 number.
+FP8_MAX = 448.0
+
+
+def quantised_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """e4m3 numbers and one scale a row: ``numbers * scale`` is near ``weight``.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022. A row of zeros has scale 1.
+
+    Args:
+        weight: ``[n_out, n_in]``, floating point.
+
+    Returns:
+        ``[n_out, n_in]`` float8_e4m3fn, all finite, and ``[n_out]`` float32.
+    """
+    wide = weight.float()
+    scales = wide.abs().amax(dim=1) / FP8_MAX
+    scales[scales == 0] = 1.0
+    return (wide / scales.unsqueeze(1)).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scales

@@ -34,8 +34,17 @@ class KernelsName(enum.StrEnum):
     """Which implementation of the operations."""
 
     AUTO = "auto"
+    TRITON = "triton"
     CPU = "cpu"
     REFERENCE = "reference"
+
+
+class DeviceName(enum.StrEnum):
+    """Where the operations compute."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
 class WeightsName(enum.StrEnum):
@@ -46,6 +55,7 @@ class WeightsName(enum.StrEnum):
     BF16 = "bf16"
     FP16 = "fp16"
     INT8 = "int8"
+    FP8 = "fp8"
 
 
 class PolicyName(enum.StrEnum):
@@ -129,6 +139,17 @@ KernelsOption = Annotated[
     KernelsName | None,
     typer.Option("--kernels", help="Which kernels; auto: the quickest.", rich_help_panel=_MODEL),
 ]
+BatchInvariant = Annotated[
+    bool | None,
+    typer.Option("--batch-invariant", help="Same bits in any batch, on a card too.", rich_help_panel=_MODEL),
+]
+DeviceOption = Annotated[
+    DeviceName | None,
+    typer.Option("--device", help="Where they compute; auto: a card, if any.", rich_help_panel=_MODEL),
+]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="Processes (and cards) to cut the model over.", rich_help_panel=_MODEL)
+]
 KvBlocks = Annotated[int | None, typer.Option(help="Blocks of the KV pool.", rich_help_panel=_MODEL)]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens per block.", rich_help_panel=_MODEL)]
 StepMs = Annotated[float | None, typer.Option(help="Duration of a scripted step.", hidden=True)]
@@ -162,6 +183,9 @@ def serve(
     threads: Threads = None,
     weights: WeightsOption = None,
     kernels: KernelsOption = None,
+    batch_invariant: BatchInvariant = None,
+    device: DeviceOption = None,
+    tensor_parallel: TensorParallel = None,
     kv_blocks: KvBlocks = None,
     block_size: BlockSize = None,
     scripted_step_ms: StepMs = None,
@@ -192,6 +216,9 @@ def serve(
             "engine.pipeline_depth": pipeline_depth,
             "engine.threads": threads,
             "engine.kernels": kernels and kernels.value,
+            "engine.batch_invariant": batch_invariant,
+            "engine.device": device and device.value,
+            "engine.tensor_parallel": tensor_parallel,
             "engine.scripted_step_s": None if scripted_step_ms is None else scripted_step_ms / 1000,
             "engine.record_decisions": record_decisions,
             "kv.num_blocks": kv_blocks,

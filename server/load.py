@@ -18,7 +18,13 @@ from server.app import Loaded
 from server.settings import SCRIPTED, Settings
 
 #: Errors that an operator can do something about, by name: their modules bring torch.
-_OF_THE_MACHINE = {"PoolAllocationError", "CpuKernelsUnavailable"}
+_OF_THE_MACHINE = {
+    "CpuKernelsUnavailable",
+    "NotBatchInvariant",
+    "PoolAllocationError",
+    "TritonKernelsUnavailable",
+    "UnsupportedWeightType",
+}
 
 
 class ModelUnavailable(VorrangError):
@@ -102,6 +108,15 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "max_context": settings.scheduler.max_context_tokens,
         "weights": settings.model.weights,
         "kernels": settings.engine.kernels,
+        "batch_invariant": settings.engine.batch_invariant,
+        "device": settings.engine.device,
+        "kv_share": settings.kv.device_share,
+        "tensor_parallel": settings.engine.tensor_parallel,
+        "max_step_tokens": settings.scheduler.max_step_tokens,
+        "max_requests": settings.scheduler.max_running_requests,
+        "hang_s": settings.engine.runner_hang_s,
+        "step_s_max": settings.engine.runner_step_s_max,
+        "start_s_max": settings.engine.runner_start_s_max,
     }
 
 

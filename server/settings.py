@@ -98,7 +98,7 @@ class ModelSection(BaseModel):
 
     path: str | None = None
     name: str | None = Field(default=None, min_length=1, max_length=128)
-    weights: Literal["auto", "fp32", "bf16", "fp16", "int8"] = "auto"
+    weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
 
 
 class KvSection(BaseModel):
@@ -106,8 +106,9 @@ class KvSection(BaseModel):
 
     Attributes:
         num_blocks: blocks in the pool; None = from ``bytes`` or, without it, chosen by the runner.
-        bytes: memory of the pool.
+        bytes: memory of the pool; with tensor parallelism, of each rank's part of it.
         block_size: tokens per block.
+        device_share: of a card's memory that weights and the largest step leave, what the pool gets.
     """
 
     model_config = _FROZEN
@@ -115,6 +116,7 @@ class KvSection(BaseModel):
     num_blocks: int | None = Field(default=None, ge=1)
     bytes: int | None = Field(default=None, ge=1)
     block_size: int = Field(default=16, ge=1)
+    device_share: float = Field(default=0.9, gt=0, lt=1)
 
 
 class EngineSection(BaseModel):
@@ -130,6 +132,9 @@ class EngineSection(BaseModel):
             time that planning and delivery take, and lets commands take effect one step later.
         threads: threads a step may use; None = one per physical core.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
+        batch_invariant: a row's bits must not depend on its neighbours; costs speed, on a card alone.
+        device: where they compute; ``auto`` = a card, where there is one and the kernels can use it.
+        tensor_parallel: processes, and cards, that one model is cut over.
         max_buffered_tokens: output tokens held for a client that does not read.
         scripted_step_s: seconds one step of the scripted model takes.
         record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
@@ -145,7 +150,10 @@ class EngineSection(BaseModel):
     runner_max_restarts: int = Field(default=8, ge=0)
     pipeline_depth: int = Field(default=0, ge=0, le=1)
     threads: int | None = Field(default=None, ge=1)
-    kernels: Literal["auto", "cpu", "reference"] = "auto"
+    kernels: Literal["auto", "triton", "cpu", "reference"] = "auto"
+    batch_invariant: bool = False
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    tensor_parallel: int = Field(default=1, ge=1, le=64)
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
     record_decisions: Path | None = None
@@ -301,7 +309,17 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:
         raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
     _check_tenants(settings.tenants)
+    _refuse_ranks_without_processes(settings)
     return Loaded(settings, origins)
+
+
+def _refuse_ranks_without_processes(settings: Settings) -> None:
+    """Ranks are processes, of a real model, and so is the one that leads them."""
+    size = settings.engine.tensor_parallel
+    for setting, value in (("engine.runner", "inline"), ("model.path", SCRIPTED)):
+        section, name = setting.split(".")
+        if size > 1 and getattr(getattr(settings, section), name) == value:
+            raise SettingsError(f"engine.tensor_parallel must be 1 with {setting} {value}, got {size}")
 
 
 def _check_tenants(tenants: Mapping[str, TenantSection]) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 from engine.models.errors import InvalidCheckpoint, UnsupportedModel
 
-ARCHITECTURES = ("LlamaForCausalLM",)
+QWEN3 = "Qwen3ForCausalLM"
+ARCHITECTURES = ("LlamaForCausalLM", QWEN3)
 ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -52,6 +53,7 @@ class DecoderConfig:
         tie_embeddings: the LM head is the embedding.
         attention_bias: the four attention projections have a bias.
         mlp_bias: the three projections of the MLP have one.
+        qk_norm: queries and keys are normed head by head before they are rotated (Qwen3).
         rope: rotary positions.
         eos_token_ids: from ``config.json`` and ``generation_config.json``.
 
@@ -72,6 +74,7 @@ class DecoderConfig:
     tie_embeddings: bool
     attention_bias: bool = False
     mlp_bias: bool = False
+    qk_norm: bool = False
     rope: RopeConfig = RopeConfig()
     eos_token_ids: frozenset[int] = frozenset()
 
@@ -126,6 +129,9 @@ class DecoderConfig:
             raise UnsupportedModel("hidden_act", "silu", config["hidden_act"])
         if config.get("quantization_config"):
             raise UnsupportedModel("quantization_config", "absent", config["quantization_config"])
+        if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
+            raise UnsupportedModel("attention", "full in every layer", config.get("layer_types") or "sliding")
+        qwen3 = architectures[0] == QWEN3
         num_q_heads = _integer(config, "num_attention_heads")
         hidden_size = _integer(config, "hidden_size")
         # Transformers' own defaults where a checkpoint leaves a value out.
@@ -137,12 +143,13 @@ class DecoderConfig:
             num_layers=_integer(config, "num_hidden_layers"),
             num_q_heads=num_q_heads,
             num_kv_heads=_integer(config, "num_key_value_heads", num_q_heads),
-            head_dim=_integer(config, "head_dim", hidden_size // max(num_q_heads, 1)),
+            head_dim=_integer(config, "head_dim", 128 if qwen3 else hidden_size // max(num_q_heads, 1)),
             norm_eps=_number(config, "rms_norm_eps", 1e-6),
             max_positions=_integer(config, "max_position_embeddings", 2048),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=bool(config.get("attention_bias", False)),
             mlp_bias=bool(config.get("mlp_bias", False)),
+            qk_norm=qwen3,
             rope=_rope(config),
             eos_token_ids=eos_token_ids,
         )

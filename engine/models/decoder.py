@@ -11,16 +11,17 @@ from torch import Tensor
 
 from engine.models import layers
 from engine.models.config import DecoderConfig
+from engine.models.sharding import Alone, Peers
 from kernels import ops
-from kernels.ops import AttentionInputs, LayerStack, LayerWeights, PackedWeight
+from kernels.ops import AttentionInputs, LayerStack, LayerWeights, PackedWeight, RunLayers
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a decoder.
+    """All weights of a decoder, or one rank's share of them.
 
     Attributes:
-        embedding: ``[vocab, hidden]``, packed.
+        embedding: ``[vocab, hidden]``, packed; of a rank, its part of the vocabulary.
         layers: one entry a layer.
         norm: ``[hidden]`` float32, after the last layer.
         lm_head: ``[vocab, hidden]``, packed; the embedding itself when they are tied.
@@ -44,28 +45,39 @@ class DecoderWeights:
 class Decoder:
     """A decoder with its weights.
 
+    Of several ranks each has one of these: all of them are given the same steps,
+    in the same order, and rank 0 gets the logits.
+
     Args:
-        config: shape and constants.
+        config: shape and constants; of a rank, ``Shard.config``.
         weights: on one device, packed by the active kernels.
         num_positions: positions to prepare, at most the longest context that will be served.
+        peers: the other ranks.
     """
 
-    def __init__(self, config: DecoderConfig, weights: DecoderWeights, num_positions: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, weights: DecoderWeights, num_positions: int, peers: Peers | None = None
+    ) -> None:
         self.config = config
+        self._peers: Peers = Alone() if peers is None else peers
+        self._vocabulary = self._peers.shard.part(config.vocab_size)
         self.weights = weights
         self.num_positions = num_positions
         self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(weights.norm.device)
-        self._run_layers = ops.fuse_layers(
-            LayerStack(
-                weights.layers,
-                self._rope,
-                config.num_q_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                config.norm_eps,
-                config.head_dim**-0.5,
+        self._run_layers: RunLayers | None = None
+        # One call for all layers can neither stop for the other ranks nor norm heads.
+        if self._peers.shard.size == 1 and not config.qk_norm:
+            self._run_layers = ops.fuse_layers(
+                LayerStack(
+                    weights.layers,
+                    self._rope,
+                    config.num_q_heads,
+                    config.num_kv_heads,
+                    config.head_dim,
+                    config.norm_eps,
+                    config.head_dim**-0.5,
+                )
             )
-        )
 
     def forward(
         self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
@@ -81,7 +93,7 @@ class Decoder:
         Returns:
             The residual stream after the last layer, ``[T, hidden]``, not yet normed.
         """
-        residual = ops.embed(token_ids, self.weights.embedding)
+        residual = self._embed(token_ids)
         if self._run_layers is not None:
             return self._run_layers(residual, inputs, keys, values)
         eps = self.config.norm_eps
@@ -91,9 +103,10 @@ class Decoder:
                 normed = ops.rms_norm(residual, layer.attention_norm, eps)
             else:
                 normed, residual = ops.add_rms_norm(branch, residual, layer.attention_norm, eps)
-            branch = layers.attention(normed, layer, self.config, inputs, self._rope, k_cache, v_cache)
+            mixed = layers.attention(normed, layer, self.config, inputs, self._rope, k_cache, v_cache)
+            branch = self._peers.add(mixed)
             normed, residual = ops.add_rms_norm(branch, residual, layer.mlp_norm, eps)
-            branch = layers.mlp(normed, layer)
+            branch = self._peers.add(layers.mlp(normed, layer))
         assert branch is not None
         return residual.add_(branch)
 
@@ -105,7 +118,17 @@ class Decoder:
             rows: ``[R]`` int64.
 
         Returns:
-            ``[R, vocab]`` float32, contiguous.
+            ``[R, vocab]`` float32, contiguous; on ranks other than 0 their own columns alone.
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
-        return ops.linear(normed, self.weights.lm_head)
+        logits = ops.logits(normed, self.weights.lm_head)
+        return self._peers.gather(logits, self.config.vocab_size)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Rows of the embedding. Each id is one rank's; the others add zeros, which changes no bit."""
+        if self._peers.shard.size == 1:
+            return ops.embed(token_ids, self.weights.embedding)
+        first, end = self._vocabulary.start, self._vocabulary.stop
+        foreign = (token_ids < first) | (token_ids >= end)
+        rows = ops.embed((token_ids - first).masked_fill(foreign, 0), self.weights.embedding)
+        return self._peers.add(rows.masked_fill_(foreign.unsqueeze(1), 0.0))

@@ -21,6 +21,10 @@ def attention(
 ) -> Tensor:
     """Self-attention of one layer, ``[T, hidden]`` to ``[T, hidden]``; stores the tokens' KV."""
     qkv = ops.linear(x, weights.qkv.weight, weights.qkv.bias).view(x.shape[0], -1, config.head_dim)
+    if weights.q_norm is not None and weights.k_norm is not None:
+        q_end, k_end = config.num_q_heads, config.num_q_heads + config.num_kv_heads
+        _norm_heads(qkv[:, :q_end], weights.q_norm, config.norm_eps)
+        _norm_heads(qkv[:, q_end:k_end], weights.k_norm, config.norm_eps)
     q = ops.rotary_write_kv(qkv, rope, inputs.positions, inputs.slots, k_cache, v_cache)
     mixed = ops.paged_attention(
         q,
@@ -33,6 +37,12 @@ def attention(
     )
     out = weights.attention_out
     return ops.linear(mixed.view(x.shape[0], -1), out.weight, out.bias)
+
+
+def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
+    """Root mean square norm of each head, in place; ``[T, H, D]``, a view of the fused projection."""
+    rows = ops.rms_norm(heads.reshape(-1, heads.shape[-1]).contiguous(), weight, eps)
+    heads.copy_(rows.view(heads.shape))
 
 
 def mlp(x: Tensor, weights: LayerWeights) -> Tensor:

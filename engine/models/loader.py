@@ -8,7 +8,8 @@ neighbours in the file where it has them side by side, which is how
 
 import json
 import mmap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from engine.models.config import DecoderConfig, read_json
 from engine.models.decoder import DecoderWeights
 from engine.models.errors import InvalidCheckpoint
+from engine.models.sharding import Shard
 from kernels import ops
 from kernels.ops import LayerWeights, PackedWeight, Projection, WeightType
 
@@ -31,61 +33,113 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 #: The type each tensor has in the file; float32 where it is none of the weight types.
 Auto = Literal["auto"]
 
+_ALL = slice(None)
+_WHOLE = Shard()
 _AUTO_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def load_weights(
-    folder: Path, config: DecoderConfig, weight_type: WeightType | Auto = "auto"
+    folder: Path,
+    config: DecoderConfig,
+    weight_type: WeightType | Auto = "auto",
+    *,
+    shard: Shard = _WHOLE,
+    device: torch.device | str = "cpu",
 ) -> DecoderWeights:
-    """Read the weights of ``config`` from ``folder``.
+    """Read the weights of ``config`` from ``folder``, or one rank's share of them.
+
+    Only the share is read from the mapped file, as far as pages of the file allow.
 
     Args:
         folder: with the safetensors files.
-        config: what they must match.
+        config: what they must match: of the whole model, for a rank, too.
         weight_type: how matrices are kept; ``auto`` = exactly, in the dtype of the file. Norms
             and biases are float32.
+        shard: whose share.
+        device: where they are to be packed and kept.
 
     Raises:
         InvalidCheckpoint: a file is missing or damaged, or a tensor is missing,
             unknown or of another shape than the configuration says.
     """
-    source = _TensorSource(folder, weight_type)
-    hidden, intermediate = config.hidden_size, config.intermediate_size
-    q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    embedding = source.matrix("model.embed_tokens.weight", (config.vocab_size, hidden))
-    decoder_layers = []
-    for index in range(config.num_layers):
-        layer = f"model.layers.{index}"
-        decoder_layers.append(
-            LayerWeights(
-                attention_norm=source.vector(f"{layer}.input_layernorm.weight", hidden),
-                qkv=source.project(
-                    f"{layer}.self_attn",
-                    {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size},
-                    hidden,
-                    config.attention_bias,
-                ),
-                attention_out=source.project(
-                    f"{layer}.self_attn", {"o_proj": hidden}, q_size, config.attention_bias
-                ),
-                mlp_norm=source.vector(f"{layer}.post_attention_layernorm.weight", hidden),
-                gate_up=source.project(
-                    f"{layer}.mlp",
-                    {"gate_proj": intermediate, "up_proj": intermediate},
-                    hidden,
-                    config.mlp_bias,
-                ),
-                down=source.project(f"{layer}.mlp", {"down_proj": hidden}, intermediate, config.mlp_bias),
-            )
-        )
+    source = _TensorSource(folder, weight_type, torch.device(device))
+    shares = _Shares(config, shard)
+    hidden = config.hidden_size
+    embedding = source.matrix("model.embed_tokens.weight", shares.vocabulary)
+    decoder_layers = tuple(
+        _layer(source, f"model.layers.{index}", config, shares) for index in range(config.num_layers)
+    )
     norm = source.vector("model.norm.weight", hidden)
     if config.tie_embeddings:
         source.ignore("lm_head.weight")
         lm_head = embedding
     else:
-        lm_head = source.matrix("lm_head.weight", (config.vocab_size, hidden))
+        lm_head = source.matrix("lm_head.weight", shares.vocabulary)
     source.check_all_taken()
-    return DecoderWeights(embedding, tuple(decoder_layers), norm, lm_head)
+    return DecoderWeights(embedding, decoder_layers, norm, lm_head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """A part of a matrix ``shape`` in the file."""
+
+    shape: tuple[int, int]
+    rows: slice = field(default_factory=lambda: _ALL)
+    columns: slice = field(default_factory=lambda: _ALL)
+
+
+class _Shares:
+    """What one rank takes of each matrix: rows where its results are its own, columns where they are summed.
+
+    A bias that is summed belongs to rank 0, or it would be added by every rank.
+    """
+
+    def __init__(self, config: DecoderConfig, shard: Shard) -> None:
+        def heads(part: slice) -> slice:
+            return slice(part.start * config.head_dim, part.stop * config.head_dim)
+
+        hidden, intermediate = config.hidden_size, config.intermediate_size
+        q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        q_rows, kv_rows = heads(shard.q_heads(config)), heads(shard.kv_heads(config))
+        mlp_rows = shard.part(intermediate)
+        self.vocabulary = _Share((config.vocab_size, hidden), shard.part(config.vocab_size))
+        self.q = _Share((q_size, hidden), q_rows)
+        self.kv = _Share((kv_size, hidden), kv_rows)
+        self.attention_out = _Share((hidden, q_size), columns=q_rows)
+        self.gate_up = _Share((intermediate, hidden), mlp_rows)
+        self.down = _Share((hidden, intermediate), columns=mlp_rows)
+        self.adds_bias = shard.rank == 0
+
+
+def _layer(source: "_TensorSource", name: str, config: DecoderConfig, shares: _Shares) -> LayerWeights:
+    hidden, attention = config.hidden_size, f"{name}.self_attn"
+
+    def head_norm(which: str) -> Tensor | None:
+        return source.vector(f"{attention}.{which}.weight", config.head_dim) if config.qk_norm else None
+
+    return LayerWeights(
+        attention_norm=source.vector(f"{name}.input_layernorm.weight", hidden),
+        qkv=source.project(
+            attention,
+            {"q_proj": shares.q, "k_proj": shares.kv, "v_proj": shares.kv},
+            bias=config.attention_bias,
+        ),
+        attention_out=source.project(
+            attention,
+            {"o_proj": shares.attention_out},
+            bias=config.attention_bias,
+            adds_bias=shares.adds_bias,
+        ),
+        mlp_norm=source.vector(f"{name}.post_attention_layernorm.weight", hidden),
+        gate_up=source.project(
+            f"{name}.mlp", {"gate_proj": shares.gate_up, "up_proj": shares.gate_up}, bias=config.mlp_bias
+        ),
+        down=source.project(
+            f"{name}.mlp", {"down_proj": shares.down}, bias=config.mlp_bias, adds_bias=shares.adds_bias
+        ),
+        q_norm=head_norm("q_norm"),
+        k_norm=head_norm("k_norm"),
+    )
 
 
 class _MappedFile:
@@ -140,29 +194,41 @@ class _MappedFile:
 class _TensorSource:
     """The tensors of a folder by name; each should be taken once."""
 
-    def __init__(self, folder: Path, weight_type: WeightType | Auto) -> None:
+    def __init__(self, folder: Path, weight_type: WeightType | Auto, device: torch.device) -> None:
         self._weight_type = weight_type
+        self._device = device
         self._files: dict[str, _MappedFile] = {}
         for path in _weight_files(folder):
             file = _MappedFile(path)
             self._files |= dict.fromkeys(file.names, file)
         self._left = {name for name in self._files if not name.endswith(".rotary_emb.inv_freq")}
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """The tensor ``name`` of one dimension, a float32 copy."""
-        return self._take(name, (size,)).to(torch.float32, copy=True)
+    def vector(self, name: str, size: int, part: slice = _ALL) -> Tensor:
+        """The tensor ``name`` of one dimension, or a part of it, a float32 copy."""
+        return self._take(name, (size,))[part].to(self._device, torch.float32, copy=True)
 
-    def matrix(self, name: str, shape: tuple[int, int]) -> PackedWeight:
-        """The tensor ``name``, packed."""
-        return self._packed({name: shape})
+    def matrix(self, name: str, share: _Share) -> PackedWeight:
+        """A share of the tensor ``name``, packed."""
+        return self._packed({name: share})
 
-    def project(self, prefix: str, rows: dict[str, int], columns: int, bias: bool) -> Projection:
-        """The linear layers ``rows`` (name to number of rows), fused along the rows."""
-        weight = self._packed({f"{prefix}.{name}.weight": (count, columns) for name, count in rows.items()})
+    def project(
+        self, prefix: str, layers: Mapping[str, _Share], *, bias: bool, adds_bias: bool = True
+    ) -> Projection:
+        """Shares of the linear layers ``layers`` (by name), fused along the rows.
+
+        Args:
+            prefix: of their names.
+            layers: which.
+            bias: whether the checkpoint has biases for them.
+            adds_bias: whether this rank adds them.
+        """
+        weight = self._packed({f"{prefix}.{name}.weight": share for name, share in layers.items()})
         if not bias:
             return Projection(weight)
-        biases = [self.vector(f"{prefix}.{name}.bias", count) for name, count in rows.items()]
-        return Projection(weight, torch.cat(biases))
+        biases = [
+            self.vector(f"{prefix}.{name}.bias", share.shape[0], share.rows) for name, share in layers.items()
+        ]
+        return Projection(weight, torch.cat(biases) if adds_bias else None)
 
     def _take(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """The tensor ``name`` as it is in the mapped file."""
@@ -176,17 +242,17 @@ class _TensorSource:
         self._left.discard(name)
         return tensor
 
-    def _packed(self, shapes: dict[str, tuple[int, int]]) -> PackedWeight:
-        """The tensors ``shapes`` stacked along the rows and packed; the file's memory is given back."""
-        weights = [self._take(name, shape) for name, shape in shapes.items()]
+    def _packed(self, shares: Mapping[str, _Share]) -> PackedWeight:
+        """The shares (by name) stacked along the rows and packed; the file's memory is given back."""
+        weights = [self._take(name, share.shape)[share.rows, share.columns] for name, share in shares.items()]
         dtypes = {weight.dtype for weight in weights}
         if len(dtypes) > 1:
             weights = [weight.float() for weight in weights]
         weight_type = self._weight_type
         if weight_type == "auto":
             weight_type = _AUTO_TYPES.get(weights[0].dtype, "fp32")
-        packed = ops.pack_linear(_join(weights), weight_type)
-        for name in shapes:
+        packed = ops.pack_linear(_join(weights).to(self._device), weight_type)
+        for name in shares:
             self._files[name].release(name)
         return packed
 

@@ -22,6 +22,7 @@ from engine.runner.base import ModelInfo
 if TYPE_CHECKING:
     from engine.models.loader import Auto
     from engine.models.tokenizer import HfTokenizer
+    from engine.runner.device_runner import DeviceModel
     from engine.runner.torch_runner import TorchModel
     from kernels.ops import WeightType
 
@@ -59,7 +60,7 @@ class LoadedStepModel:
     """
 
     info: ModelInfo
-    model: "TorchModel"
+    model: "TorchModel | DeviceModel"
     folder: Path
     kernels: KernelsChosen
 
@@ -75,6 +76,15 @@ class LoadOptions(TypedDict, total=False):
     max_context: int | None
     weights: "WeightType | Auto"
     kernels: str | None
+    batch_invariant: bool
+    device: str
+    kv_share: float
+    tensor_parallel: int
+    max_step_tokens: int
+    max_requests: int
+    hang_s: float
+    step_s_max: float
+    start_s_max: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +101,7 @@ class LoadedModel:
 
     info: ModelInfo
     tokenizer: "HfTokenizer"
-    model: "TorchModel"
+    model: "TorchModel | DeviceModel"
     folder: Path
     kernels: KernelsChosen
 
@@ -150,6 +160,15 @@ def load_model(
     max_context: int | None = None,
     weights: "WeightType | Auto" = "auto",
     kernels: str | None = None,
+    batch_invariant: bool = False,
+    device: str = "auto",
+    kv_share: float = 0.9,
+    tensor_parallel: int = 1,
+    max_step_tokens: int = 512,
+    max_requests: int = 16,
+    hang_s: float = 5.0,
+    step_s_max: float = 120.0,
+    start_s_max: float = 600.0,
 ) -> LoadedStepModel:
     """Load a model with a KV pool, but without its tokenizer.
 
@@ -164,9 +183,20 @@ def load_model(
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint (float32
             for a GGUF file).
         kernels: implementation of the operations; None leaves the process's choice, or ``auto``.
+        batch_invariant: a row's bits must not depend on its neighbours; else on a card they may.
+        device: ``cpu``, ``cuda``, or ``auto`` = a card where there is one and the kernels can use it.
+        kv_share: of a card's memory that weights and the largest step leave, what the KV pool gets.
+        tensor_parallel: ranks, each a process and, on cards, each on its own; above 1 the process
+            that calls must be one that may die (see ``engine.runner.base.ModelBroken``).
+        max_step_tokens: tokens of the largest step.
+        max_requests: seats.
+        hang_s: seconds without a sign of life after which a rank counts as hanging.
+        step_s_max: seconds a rank waits for the others in a step.
+        start_s_max: seconds that a rank's answer may take while the model is loaded.
 
     Raises:
         CpuKernelsUnavailable: ``kernels`` is ``cpu``, and this machine can't build or run it.
+        NotBatchInvariant: ``batch_invariant``, and the kernels can't be.
         ModelLoadError: the model cannot be found, read, or computed by this version.
         PoolAllocationError: the KV pool does not fit.
     """
@@ -175,6 +205,58 @@ def load_model(
     context_tokens = config.max_positions if max_context is None else min(max_context, config.max_positions)
     info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
+    from engine.runner.rank import device_for
+    from kernels import ops
+    from kernels import registry as implementations
+
+    if kernels is not None:
+        implementations.use(kernels)
+    ops.set_batch_invariant(batch_invariant)
+    chosen, reason = implementations.active_name(), implementations.active_reason()
+    if kernels == implementations.AUTO and chosen == "reference":
+        log.warning("kernels.slow", kernels=chosen, reason=reason)
+    found = device_for(device, chosen)
+    if found == "cpu" and tensor_parallel == 1:
+        step_model, weight_type = _on_cpu(
+            info, folder, config, weights, num_threads, kv_bytes, num_blocks, block_size
+        )
+    else:
+        from engine.runner import tensor_parallel as parallel
+        from engine.runner.rank import RankOptions
+
+        options = RankOptions(
+            folder=folder,
+            context_tokens=context_tokens,
+            weights=weights,
+            kernels=chosen,
+            batch_invariant=batch_invariant,
+            device=found,
+            num_threads=num_threads,
+            block_size=block_size,
+            kv_bytes=kv_bytes,
+            kv_share=kv_share,
+            max_step_tokens=max_step_tokens,
+            max_requests=max_requests,
+            step_s_max=step_s_max,
+        )
+        step_model, weight_type = parallel.load(
+            options, tensor_parallel, info, num_blocks=num_blocks, hang_s=hang_s, start_s_max=start_s_max
+        )
+    kernels_chosen = KernelsChosen(chosen, reason, weight_type)
+    return LoadedStepModel(step_model.info, step_model, folder, kernels_chosen)
+
+
+def _on_cpu(
+    info: ModelInfo,
+    folder: Path,
+    config: DecoderConfig,
+    weights: "WeightType | Auto",
+    num_threads: int | None,
+    kv_bytes: int | None,
+    num_blocks: int | None,
+    block_size: int,
+) -> "tuple[TorchModel | DeviceModel, str]":
+    """The whole model in this process, and how its matrices are kept."""
     import torch
 
     from engine.models.decoder import Decoder
@@ -183,24 +265,18 @@ def load_model(
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
-    if kernels is not None:
-        implementations.use(kernels)
-    decoder = Decoder(config, load_weights(folder, config, weights), context_tokens)
-    chosen = KernelsChosen(
-        implementations.active_name(),
-        implementations.active_reason(),
-        decoder.weights.layers[0].qkv.weight.weight_type,
-    )
-    if kernels == implementations.AUTO and chosen.name == "reference":
-        log.warning("kernels.slow", kernels=chosen.name, reason=chosen.reason)
+    decoder = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    computed_by = f"{chosen.name} kernels with {chosen.weight_type} weights, threads {threads}"
-    info = dataclasses.replace(info, computed_by=computed_by)
+    weight_type: str = decoder.weights.layers[0].qkv.weight.weight_type
+    info = dataclasses.replace(
+        info,
+        computed_by=f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}",
+    )
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
     if num_blocks is None:
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
-    step_model = TorchModel(info, decoder, KvPool(layout, num_blocks, block_size), num_threads=num_threads)
-    return LoadedStepModel(info, step_model, folder, chosen)
+    pool = KvPool(layout, num_blocks, block_size)
+    return TorchModel(info, decoder, pool, num_threads=num_threads), weight_type
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

@@ -159,3 +159,18 @@ class MortalRunner(Runner, Protocol):
     def watch(self, tell: Callable[[], None]) -> None:
         """Have ``tell`` called, on the event loop, whenever there is a loss to take."""
         ...
+
+
+class ModelBroken(Exception):
+    """What computes can't go on, and its process must end: a rank is gone, or the device failed.
+
+    Raised by a ``StepModel``. A process that computes ends on it, which its runner sees as its death.
+
+    Args:
+        cause: in words.
+        from_outside: somebody killed or stopped a rank, as far as one can tell; see ``RunnerLost``.
+    """
+
+    def __init__(self, cause: str, *, from_outside: bool = False) -> None:
+        super().__init__(cause)
+        self.from_outside = from_outside

@@ -25,6 +25,8 @@ class Batch:
         sampling_ids: the R requests that sample, in order.
         sample_rows: ``[R]`` int64, the token whose logits each of them samples from.
         sampling: how.
+        unknown: place of each token that nobody knows yet, because the step before samples it, and
+            whose it is; its id is 0.
     """
 
     request_ids: tuple[RequestId, ...]
@@ -33,6 +35,7 @@ class Batch:
     sampling_ids: tuple[RequestId, ...]
     sample_rows: torch.Tensor
     sampling: SamplingInputs
+    unknown: tuple[tuple[int, RequestId], ...] = ()
 
 
 def build_batch(plan: Plan, block_size: int) -> Batch:
@@ -46,7 +49,11 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     query_start = np.zeros(len(grants) + 1, dtype=np.int64)
     np.cumsum(counts, out=query_start[1:])
     context_lens = starts + counts
-    token_ids = np.concatenate([np.asarray(grant.token_ids, dtype=np.int64) for grant in grants])
+    known = [np.asarray(grant.token_ids, dtype=np.int64) for grant in grants]
+    unknown = [row for row, ids in enumerate(known) if len(ids) < counts[row]]
+    for row in unknown:
+        known[row] = np.append(known[row], 0)
+    token_ids = np.concatenate(known)
     # Position of each token: its place in the flat order, moved by where its request starts.
     positions = np.arange(len(token_ids), dtype=np.int64) + np.repeat(starts - query_start[:-1], counts)
     tables = _block_tables(grants, -(-context_lens // block_size))
@@ -66,6 +73,7 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
         sampling_ids=tuple(grant.request_id for _, grant in sampling),
         sample_rows=torch.tensor([query_start[row + 1] - 1 for row, _ in sampling], dtype=torch.int64),
         sampling=_sampling_inputs([grant for _, grant in sampling]),
+        unknown=tuple((int(query_start[row + 1]) - 1, grants[row].request_id) for row in unknown),
     )
 
 

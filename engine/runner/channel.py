@@ -89,6 +89,11 @@ class BlockingChannel:
         with self._lock:
             self._connection.sendall(data)
 
+    def close(self) -> None:
+        """Close this end. Nobody may be reading."""
+        self._reader.close()
+        self._connection.close()
+
 
 class RemoteError(Exception):
     """An error of the other process, in words."""

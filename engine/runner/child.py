@@ -5,16 +5,13 @@ Knows when it is dead or hangs; whether another one follows is not its business.
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
 
+from engine.runner import process_life
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.channel import (
     BEAT,
@@ -29,6 +26,7 @@ from engine.runner.channel import (
     unpack_error,
 )
 from engine.runner.delta import PlanEncoder
+from engine.runner.process_life import Death, death_by
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan
 
@@ -38,8 +36,6 @@ NUM_TICKS = 5
 NUM_BEATS = 10
 #: Seconds a process that closed its socket, or was told to end, gets to exit by itself.
 EXIT_S_MAX = 2.0
-
-_FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
 
 log = structlog.get_logger("vorrang.runner")
 
@@ -63,19 +59,6 @@ class RunnerLimits:
     max_restarts: int = 8
     backoff_s: float = 0.1
     backoff_s_max: float = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class Death:
-    """Why a process is no more.
-
-    Attributes:
-        cause: in words.
-        from_outside: it was killed or stopped, as far as one can tell.
-    """
-
-    cause: str
-    from_outside: bool
 
 
 class ChildDied(Exception):
@@ -112,7 +95,7 @@ class Child:
         self._connection, theirs = socket.socketpair()
         with contextlib.ExitStack() as on_failure, theirs:
             on_failure.callback(self._connection.close)
-            self._process = _spawn(theirs)
+            self._process = process_life.spawn("engine.runner.worker", theirs)
             on_failure.pop_all()
 
     @classmethod
@@ -182,7 +165,7 @@ class Child:
                 self._process.kill()
                 self._process.wait()
         self.lost.set()
-        return self._hang or _death(self._process.returncode)
+        return self._hang or death_by(self._process.returncode)
 
     async def _load(self, source: ModelSource, pool: PoolShape | None) -> None:
         transport, _ = await self._loop.create_connection(lambda: _Link(self), sock=self._connection)
@@ -197,7 +180,7 @@ class Child:
         if not is_there:
             await self._exited()
             code = self._process.poll()
-            raise ChildDied("it closed its socket" if code is None else _death(code).cause)
+            raise ChildDied("it closed its socket" if code is None else death_by(code).cause)
         if pool not in (None, self.pool):
             raise ChildDied(f"its KV pool is {self.pool} now, and was {pool}")
         self._watch()
@@ -269,33 +252,3 @@ class _Link(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._child.closed()
-
-
-def _spawn(connection: socket.socket) -> "subprocess.Popen[bytes]":
-    """Start the process, with its end of the socket and nothing else of ours open.
-
-    Spawned, not forked: threads of gRPC live here. It gets a process group of its
-    own, so that a Ctrl-C reaches the server alone, which then drains. The thread
-    that calls must live as long as the process (``PR_SET_PDEATHSIG``).
-    """
-    fd = connection.fileno()
-    command = [sys.executable, "-P", "-m", "engine.runner.worker", str(fd), str(os.getpid())]
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    return subprocess.Popen(  # noqa: S603 - our own interpreter, our own module
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # what a library prints is no output of the server
-        pass_fds=(fd,),
-        process_group=0,
-        env=os.environ | {"PYTHONPATH": path},
-    )
-
-
-def _death(code: int) -> Death:
-    if code >= 0:
-        return Death(f"exited with status {code}", from_outside=False)
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return Death(f"killed by {name}", from_outside=-code in _FROM_OUTSIDE)

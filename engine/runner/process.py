@@ -19,7 +19,8 @@ from engine.errors import InternalError, VorrangError
 from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
 from engine.runner.channel import RESULT, Message, PackedError, unpack_error
-from engine.runner.child import Child, Death, RunnerLimits
+from engine.runner.child import Child, RunnerLimits
+from engine.runner.process_life import Death
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan, StepResult
 

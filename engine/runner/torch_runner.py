@@ -23,6 +23,12 @@ from kv.pool import KvPool
 log = structlog.get_logger(__name__)
 
 
+def warm_up_plan() -> Plan:
+    """One token into block 0, sampled greedily."""
+    spec = RequestSpec(RequestId("warm-up"), (0,), SamplingParams(temperature=0.0))
+    return Plan(step=0, grants=(Grant(Request(spec, 0, 0.0), 0, 1, [0], 0),))
+
+
 class TorchModel:
     """A decoder with its KV pool, as a ``StepModel``.
 
@@ -61,9 +67,7 @@ class TorchModel:
 
         Call before block 0 is given to anybody.
         """
-        spec = RequestSpec(RequestId("warm-up"), (0,), SamplingParams(temperature=0.0))
-        grant = Grant(Request(spec, 0, 0.0), 0, 1, [0], 0)
-        self.run(Plan(step=0, grants=(grant,)))
+        self.run(warm_up_plan())
 
     def run(self, plan: Plan) -> StepResult:
         """Compute every grant of ``plan``.
@@ -88,33 +92,34 @@ class TorchModel:
         broken = strange | ~hidden.sum(dim=-1).isfinite()
         if bool(broken.any()):
             failed_ids = _owners(broken, batch)
-            self._fail(plan, failed_ids, "hidden states are not finite or ids are unknown", failures)
+            fail_alone(plan, failed_ids, "hidden states are not finite or ids are unknown", failures)
         if not batch.sampling_ids:
             return StepResult({}, failures)
         logits = self._decoder.logits(hidden, batch.sample_rows)
         chosen = ops.sample(logits, batch.sampling)
         if bool(chosen.failed.any()):
             rows = chosen.failed.nonzero().flatten().tolist()
-            self._fail(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
+            fail_alone(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
         sampled = dict(zip(batch.sampling_ids, chosen.token_ids.tolist(), strict=True))
         return StepResult({key: token for key, token in sampled.items() if key not in failures}, failures)
 
-    @staticmethod
-    def _fail(
-        plan: Plan, request_ids: Iterable[RequestId], cause: str, failures: dict[RequestId, VorrangError]
-    ) -> None:
-        for request_id in request_ids:
-            if request_id in failures:
-                continue
-            incident_id = secrets.token_hex(8)
-            log.error(
-                "runner.row_failed",
-                incident_id=incident_id,
-                request_id=request_id,
-                step=plan.step,
-                cause=cause,
-            )
-            failures[request_id] = InternalError(incident_id)
+
+def fail_alone(
+    plan: Plan, request_ids: Iterable[RequestId], cause: str, failures: dict[RequestId, VorrangError]
+) -> None:
+    """Log and add an ``InternalError`` to ``failures`` for each request that has none yet."""
+    for request_id in request_ids:
+        if request_id in failures:
+            continue
+        incident_id = secrets.token_hex(8)
+        log.error(
+            "runner.row_failed",
+            incident_id=incident_id,
+            request_id=request_id,
+            step=plan.step,
+            cause=cause,
+        )
+        failures[request_id] = InternalError(incident_id)
 
 
 def _owners(tokens: Tensor, batch: Batch) -> list[RequestId]:

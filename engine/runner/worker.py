@@ -8,22 +8,12 @@ the server does: the kernel kills it, and the socket's end tells it.
 """
 
 import ctypes
-import faulthandler
-import os
-import signal
-import socket
-import sys
-import threading
-import time
-from typing import Any, NoReturn
+from typing import Any
 
-import structlog
-
-from engine.runner.base import ModelInfo, StepModel
+from engine.runner import process_life
+from engine.runner.base import ModelBroken, ModelInfo, StepModel
 from engine.runner.channel import (
-    BEAT,
     LOAD_FAILED,
-    LOG,
     READY,
     RESULT,
     STEP_FAILED,
@@ -33,22 +23,16 @@ from engine.runner.channel import (
 from engine.runner.delta import PlanDecoder
 from engine.scheduler.plan import Plan, StepResult
 
-_PR_SET_PDEATHSIG = 1
-
 
 def main() -> None:
     """Serve the process that started this one."""
-    fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # the server drains and then ends this process
-    _die_with(parent_pid)
-    faulthandler.enable()
-    channel = BlockingChannel(socket.socket(fileno=fd))
-    _log_to(channel)
+    channel = process_life.begin()
     try:
         _serve(channel)
     except OSError:  # nobody is left to listen
-        _exit()
+        process_life.end()
+    except ModelBroken as broken:
+        process_life.end_broken(broken)
 
 
 def _serve(channel: BlockingChannel) -> None:
@@ -64,12 +48,12 @@ def _serve(channel: BlockingChannel) -> None:
         return
     _give_back_memory()
     channel.send((READY, info, model.pool))
-    threading.Thread(target=_beat, args=(channel, beat_s), name="beat", daemon=True).start()
+    process_life.start_beating(channel, beat_s)
     decoder = PlanDecoder()
     while (message := channel.receive()) is not None:
         plan = decoder.decode(message[1])
         channel.send(_outcome(model, plan, decoder))
-    _exit()  # threads of libraries are not waited for
+    process_life.end()
 
 
 def _give_back_memory() -> None:
@@ -84,6 +68,8 @@ def _outcome(model: StepModel, plan: Plan, decoder: PlanDecoder) -> tuple[Any, .
         result = model.run(plan)
         decoder.sampled(result.sampled)
         return _packed(plan, result)
+    except ModelBroken:
+        raise
     except Exception as error:
         return STEP_FAILED, plan.step, pack_error(error)
 
@@ -93,42 +79,6 @@ def _packed(plan: Plan, result: StepResult) -> tuple[Any, ...]:
     sampled = [result.sampled.get(g.request_id) for g in plan.grants if g.output_index is not None]
     failures = {request_id: pack_error(error) for request_id, error in result.failures.items()}
     return RESULT, plan.step, sampled, failures
-
-
-def _beat(channel: BlockingChannel, beat_s: float) -> None:
-    try:
-        while True:
-            channel.send((BEAT,))
-            time.sleep(beat_s)
-    except OSError:
-        _exit()
-
-
-def _die_with(parent_pid: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; Linux alone can."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:  # it ended before we asked
-        _exit()
-
-
-def _log_to(channel: BlockingChannel) -> None:
-    """Lines go to the server, which writes them among its own."""
-
-    def send(_logger: Any, method: str, event: Any) -> NoReturn:
-        values = {key: value if _is_plain(value) else repr(value) for key, value in event.items()}
-        channel.send((LOG, method, values))
-        raise structlog.DropEvent
-
-    structlog.configure(processors=[structlog.processors.format_exc_info, send])
-
-
-def _is_plain(value: object) -> bool:
-    return value is None or isinstance(value, str | int | float | bool)
-
-
-def _exit() -> NoReturn:
-    os._exit(0)
 
 
 if __name__ == "__main__":

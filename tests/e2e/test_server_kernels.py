@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from kernels import cpu_build
 from tests.support.models import tiny_llama
@@ -45,6 +46,28 @@ def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_p
     (line,) = result.stderr.splitlines()
     assert line.startswith("vorrang: ")
     assert ("no C++ compiler" in line) is CAN_BUILD
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
+@pytest.mark.parametrize("runner", ["process", "inline"])
+def test_triton_without_a_card_ends_the_start_in_one_line(model: Path, runner: str) -> None:
+    options = ("--model", str(model), "--kernels", "triton", "--runner", runner)
+    result = run_cli("serve", "--listen", "127.0.0.1:0", *options)
+
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line == "vorrang: kernels triton needs a GPU, and torch finds none"
+
+
+@pytest.mark.skipif(not CAN_BUILD, reason="needs AVX2")
+def test_weights_that_the_kernels_do_not_keep_end_the_start_in_one_line(model: Path) -> None:
+    result = run_cli(
+        *("serve", "--listen", "127.0.0.1:0", "--model", str(model), "--kernels", "cpu", "--weights", "fp8")
+    )
+
+    assert result.returncode == 2, result.stderr
+    (line,) = result.stderr.splitlines()
+    assert line == "vorrang: weights must be one of fp32, bf16, fp16, int8 with cpu kernels, got 'fp8'"
 
 
 def test_the_doctor_says_which_kernels_auto_chooses_and_why(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_rotary_turns_pairs_as_complex_numbers_and_writes_only_the_slots(
 
 def test_an_unknown_implementation_is_refused_by_name():
     with pytest.raises(
-        registry.UnknownImplementation, match=r"must be one of auto, cpu, reference.*got 'abacus'"
+        registry.UnknownImplementation, match=r"must be one of auto, triton, cpu, reference.*got 'abacus'"
     ):
         registry.use("abacus")
     assert registry.active() is reference

@@ -41,16 +41,35 @@ def write_tiny_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def tiny_llama(
-    folder: Path, *, seed: int = 0, shard_size: str = "1GB", dtype: torch.dtype = torch.float32, **config: Any
-) -> Any:
+def tiny_llama(folder: Path, **options: Any) -> Any:
     """Write a random Llama checkpoint with its tokenizer into ``folder``; returns transformers' model of it.
 
     Grouped queries (4 over 2) and odd sizes; weights large enough that the
-    logits are far from uniform. ``config`` overrides ``LlamaConfig`` fields.
+    logits are far from uniform. Options are those of ``_tiny``.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    return _tiny(LlamaConfig, LlamaForCausalLM, folder, **options)
+
+
+def tiny_qwen3(folder: Path, **options: Any) -> Any:
+    """Likewise a Qwen3 checkpoint: norms of query and key heads, and a head size of its own."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return _tiny(Qwen3Config, Qwen3ForCausalLM, folder, **({"head_dim": 20} | options))
+
+
+def _tiny(
+    config_class: Any,
+    model_class: Any,
+    folder: Path,
+    *,
+    seed: int = 0,
+    shard_size: str = "1GB",
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Any:
+    """``config`` overrides fields of ``config_class``."""
     torch.manual_seed(seed)
     settings = {
         "vocab_size": TINY_VOCAB_SIZE,
@@ -66,7 +85,7 @@ def tiny_llama(
         "pad_token_id": None,
         "attn_implementation": "eager",
     } | config
-    model = LlamaForCausalLM(LlamaConfig(**settings)).eval()
+    model = model_class(config_class(**settings)).eval()
     with torch.no_grad():  # transformers starts norms at one and biases at zero, which would hide mistakes
         for name, parameter in model.named_parameters():
             if "norm" in name:

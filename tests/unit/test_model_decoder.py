@@ -10,7 +10,7 @@ from engine.runner.batch import build_batch
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Plan
 from tests.support.grants import grant
-from tests.support.models import default_model, reference_generate, reference_model, tiny_llama
+from tests.support.models import default_model, reference_generate, reference_model, tiny_llama, tiny_qwen3
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -30,6 +30,8 @@ CHECKPOINTS = {
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 3.0}},
     "llama3 rope": {"rope_parameters": LLAMA3},
     "bfloat16": {"dtype": torch.bfloat16},
+    "qwen3": {"tiny": tiny_qwen3},
+    "qwen3 with biases, tied": {"tiny": tiny_qwen3, "attention_bias": True, "tie_word_embeddings": True},
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
 
@@ -79,7 +81,8 @@ def _generate(loaded, tokens, max_tokens, table):
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_and_greedy_tokens_equal_those_of_transformers(name, tmp_path):
-    reference = tiny_llama(tmp_path, **CHECKPOINTS[name])
+    options = dict(CHECKPOINTS[name])
+    reference = options.pop("tiny", tiny_llama)(tmp_path, **options)
     loaded = _load(tmp_path)
     tokens = _prompt(123)
     with torch.inference_mode():

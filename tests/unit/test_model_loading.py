@@ -53,6 +53,21 @@ def _weights(folder, weight_type="auto"):
     return load_weights(folder, DecoderConfig.from_folder(folder), weight_type)
 
 
+def test_qwen3_norms_its_heads_and_has_a_head_size_of_its_own():
+    found = DecoderConfig.from_dict(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})
+
+    assert (found.qk_norm, found.head_dim) == (True, 128)
+    assert not DecoderConfig.from_dict(CONFIG).qk_norm
+
+
+@pytest.mark.parametrize(
+    "fields", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
+)
+def test_layers_that_see_a_window_only_are_refused(fields):
+    with pytest.raises(UnsupportedModel, match="attention must be full in every layer"):
+        DecoderConfig.from_dict(CONFIG | {"architectures": ["Qwen3ForCausalLM"]} | fields)
+
+
 def test_both_spellings_of_rope_are_read():
     old = DecoderConfig.from_dict(
         CONFIG | {"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 2.0}}

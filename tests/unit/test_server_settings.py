@@ -1,11 +1,14 @@
 """Settings: order of sources, unknown keys, origins, messages."""
 
+import inspect
 import os
 from pathlib import Path
 
 import pytest
 
+from engine.models import registry
 from engine.scheduler.config import SchedulerConfig
+from server.load import _arguments as model_arguments
 from server.settings import SettingsError, load
 
 
@@ -113,3 +116,29 @@ def test_settings_are_frozen() -> None:
     settings = load().settings
     with pytest.raises(ValueError, match="frozen"):
         settings.kv.num_blocks = 5  # type: ignore[misc]
+
+
+def test_what_cards_and_ranks_need_reaches_the_model() -> None:
+    settings = load(
+        None,
+        {
+            "engine.device": "cuda",
+            "engine.tensor_parallel": 4,
+            "engine.runner_hang_s": 3.0,
+            "kv.device_share": 0.5,
+            "scheduler.max_running_requests": 7,
+        },
+    ).settings
+    arguments = model_arguments(settings)
+
+    wanted = {"device": "cuda", "tensor_parallel": 4, "hang_s": 3.0, "kv_share": 0.5, "max_requests": 7}
+    assert wanted.items() <= arguments.items()
+    assert arguments.keys() <= inspect.signature(registry.load).parameters.keys()
+
+
+@pytest.mark.parametrize(("setting", "value"), [("engine.runner", "inline"), ("model.path", "scripted")])
+def test_ranks_need_a_real_model_and_a_process_that_leads_them(setting: str, value: str) -> None:
+    with pytest.raises(
+        SettingsError, match=rf"engine\.tensor_parallel must be 1 with {setting} {value}, got 2"
+    ):
+        load(None, {"engine.tensor_parallel": 2, setting: value})

@@ -1,0 +1,254 @@
+"""A model on a device, or on several: a plan in, one transfer each way, sampled tokens out.
+
+Beside ``torch_runner``, which is for a CPU alone. Launching a step and waiting
+for its result are two calls, so that the host can be ahead of the device by one.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from engine.errors import VorrangError
+from engine.request import RequestId
+from engine.runner.base import ModelBroken, ModelInfo, PoolShape
+from engine.runner.batch import Batch, build_batch
+from engine.runner.executor import StepExecutor
+from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of
+from engine.runner.torch_runner import fail_alone, warm_up_plan
+from engine.scheduler.plan import Plan, StepResult
+from kernels import ops
+from kernels.ops import SamplingInputs
+
+
+class OtherRanks(Protocol):
+    """The ranks that compute every step with this one."""
+
+    def announce(self, shape: StepShape, words: Tensor) -> None:
+        """Tell them of a step, before this one computes it.
+
+        Raises:
+            OSError: one is gone.
+        """
+        ...
+
+    def explain(self, error: Exception) -> ModelBroken:
+        """Why a step failed that they were told of."""
+        ...
+
+
+#: Steps whose inputs may be under way to the device at one time.
+NUM_IN_FLIGHT = 2
+
+
+class DeviceModel:
+    """A ``StepModel`` on one device, or rank 0 of several.
+
+    Args:
+        info: what is served.
+        executor: computes.
+        buckets: sizes that decodes are padded to; empty = none are padded.
+        others: the other ranks; None = there are none.
+    """
+
+    def __init__(
+        self,
+        info: ModelInfo,
+        executor: StepExecutor,
+        *,
+        buckets: Sequence[int] = (),
+        others: OtherRanks | None = None,
+    ) -> None:
+        self._info = info
+        self._executor = executor
+        self._buckets = buckets
+        self._others = others
+        on_device = executor.device.type != "cpu"
+        self._inputs = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
+        self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
+        self._num_launched = 0
+        self._last_rows: dict[RequestId, int] = {}
+
+    @property
+    def info(self) -> ModelInfo:
+        """What is served."""
+        return self._info
+
+    @property
+    def pool(self) -> PoolShape:
+        """Size of the KV pool, without the scratch block."""
+        pool = self._executor.pool
+        return PoolShape(pool.num_blocks - 1, pool.block_size)
+
+    def warm_up(self) -> None:
+        """Compute one token into block 0. Call before block 0 is given to anybody."""
+        self.run(warm_up_plan())
+
+    def run(self, plan: Plan) -> StepResult:
+        """Compute every grant of ``plan``.
+
+        A request fails alone, with ``InternalError``, when its hidden states or
+        logits are not finite, or when it holds an id outside the vocabulary.
+
+        Raises:
+            ModelBroken: the device failed, or the other ranks are no longer in step with this one.
+        """
+        if not plan.grants:
+            return StepResult({})
+        return self.collect(self.launch(plan))
+
+    def launch(self, plan: Plan) -> "Launched":
+        """Have the device begin a plan, which has grants; ``collect`` must follow, in order.
+
+        A grant may lack its last token if the plan launched before samples it: the
+        device takes it from there, without the host's having seen it. If that one
+        failed, it is any id. Not with other ranks, which do not sample.
+
+        Invariant: at most ``NUM_IN_FLIGHT`` are launched and not collected.
+
+        Raises:
+            ModelBroken: see ``run``.
+        """
+        failures: dict[RequestId, VorrangError] = {}
+        batch = build_batch(plan, self._executor.pool.block_size)
+        strange = _mask_strange_ids(batch, self._info.vocab_size)
+        fail_alone(plan, strange, "ids are unknown", failures)
+        assert self._others is None or not batch.unknown, "other ranks can't know what is sampled here"
+        for place, request_id in batch.unknown:
+            batch.token_ids[place] = -1 - self._last_rows.get(request_id, 0)
+        self._last_rows = {request_id: row for row, request_id in enumerate(batch.sampling_ids)}
+        size = bucket_for(batch, self._buckets)
+        if size is not None:
+            batch = padded(batch, size, self._executor.scratch_block, self._executor.pool.block_size)
+        shape = shape_of(batch)
+        turn = self._num_launched % NUM_IN_FLIGHT
+        self._num_launched += 1
+        words = self._inputs[turn].take(num_words(shape))
+        pack(batch, words)
+        try:
+            if self._others is not None:
+                self._others.announce(shape, words)
+            report = self._compute(shape, words, len(batch.sampling_ids), self._reports[turn])
+        except Exception as error:
+            raise self._as_broken(error) from error
+        event: torch.cuda.Event | None = None
+        if report.is_pinned():
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        return Launched(plan, batch, failures, report, event)
+
+    def collect(self, launched: "Launched") -> StepResult:
+        """Wait for the oldest launched plan, and say what came of it.
+
+        Raises:
+            ModelBroken: see ``run``.
+        """
+        try:
+            if launched.event is not None:
+                launched.event.synchronize()
+        except Exception as error:
+            raise self._as_broken(error) from error
+        plan, batch, failures = launched.plan, launched.batch, launched.failures
+        num_sampling = len(batch.sampling_ids)
+        report = launched.report.tolist()
+        token_ids, failed = report[:num_sampling], report[num_sampling : 2 * num_sampling]
+        broken = zip(batch.request_ids, report[2 * num_sampling :], strict=False)  # padding follows
+        fail_alone(plan, [i for i, count in broken if count], "hidden states are not finite", failures)
+        hopeless = [i for i, bad in zip(batch.sampling_ids, failed, strict=True) if bad]
+        fail_alone(plan, hopeless, "no finite logits", failures)
+        sampled = zip(batch.sampling_ids, token_ids, strict=True)
+        return StepResult({i: token_id for i, token_id in sampled if i not in failures}, failures)
+
+    def _compute(self, shape: StepShape, words: Tensor, num_sampling: int, report: "HostWords") -> Tensor:
+        """Compute and sample; the result on the host, once the device is there.
+
+        Returns:
+            ``[2 R + S]`` int64: ids of the R rows that sample, whether each of them failed, and how many
+            of each request's hidden states are not finite.
+        """
+        inputs, outputs = self._executor.compute(shape, words)
+        parts = [outputs.broken]
+        with torch.inference_mode():
+            if outputs.logits is not None:
+                chosen = ops.sample(outputs.logits[:num_sampling], first_rows(inputs.sampling, num_sampling))
+                self._executor.last_ids[:num_sampling].copy_(chosen.token_ids)
+                parts = [chosen.token_ids, chosen.failed.to(torch.int64), *parts]
+            on_device = torch.cat(parts)
+            on_host = report.take(on_device.shape[0])
+            on_host.copy_(on_device, non_blocking=True)
+        return on_host
+
+    def _as_broken(self, error: Exception) -> Exception:
+        """``ModelBroken`` for what can't be survived, else the error itself."""
+        if self._others is not None:
+            return self._others.explain(error)
+        if isinstance(error, torch.AcceleratorError):
+            return ModelBroken(f"the device failed: {error}")
+        return error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A plan that the device computes.
+
+    Attributes:
+        plan: what.
+        batch: its tensors, padded.
+        failures: requests that failed before anything was computed.
+        report: see ``DeviceModel``; on the host, without meaning before ``event``.
+        event: when it has been computed; None = it has.
+    """
+
+    plan: Plan
+    batch: Batch
+    failures: dict[RequestId, VorrangError]
+    report: Tensor
+    event: torch.cuda.Event | None
+
+
+class HostWords:
+    """A buffer on the host that stays where it is unless it must grow.
+
+    Args:
+        pinned: whether a device is to read or write it without the processor.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._words = torch.empty(0, dtype=torch.int64)
+
+    def take(self, count: int) -> Tensor:
+        """``[count]`` int64; its content is that of an earlier call, or nothing."""
+        if self._words.shape[0] < count:
+            self._words = torch.empty(_power_of_two(count), dtype=torch.int64, pin_memory=self._pinned)
+        return self._words[:count]
+
+
+def first_rows(sampling: SamplingInputs, count: int) -> SamplingInputs:
+    """The first ``count`` rows; banned pairs are for them already."""
+    return SamplingInputs(
+        temperature=sampling.temperature[:count],
+        top_k=sampling.top_k[:count],
+        top_p=sampling.top_p[:count],
+        min_p=sampling.min_p[:count],
+        seed=sampling.seed[:count],
+        output_index=sampling.output_index[:count],
+        banned_rows=sampling.banned_rows,
+        banned_ids=sampling.banned_ids,
+    )
+
+
+def _power_of_two(count: int) -> int:
+    return 1 << max(10, (count - 1).bit_length())
+
+
+def _mask_strange_ids(batch: Batch, vocab_size: int) -> list[RequestId]:
+    """Put id 0 in the place of ids outside the vocabulary; whose they were."""
+    strange = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
+    if not bool(strange.any()):
+        return []
+    batch.token_ids.masked_fill_(strange, 0)
+    rows = torch.searchsorted(batch.attention.query_start, strange.nonzero().flatten(), right=True) - 1
+    return [batch.request_ids[row] for row in sorted(set(rows.tolist()))]
