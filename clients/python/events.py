@@ -231,6 +231,7 @@ class SessionInfo:
         default_level: level of starts that carry no priority.
         policy: scheduling policy in force.
         server_version: version of the server program.
+        default_credit_tokens: credit of starts that carry none; 0 = the server enforces none.
     """
 
     session_token: str
@@ -238,6 +239,7 @@ class SessionInfo:
     default_level: int
     policy: str
     server_version: str
+    default_credit_tokens: int = 0
 
 
 def seconds(duration: Duration) -> float:

@@ -43,6 +43,8 @@ REVISION = 1
 _OUTBOX_FRAMES_MAX = 64
 #: How long a server may take to end the stream once nothing runs on it any more.
 _EOF_WAIT_S_MAX = 5.0
+#: How long a server may take to hear of the end of a session that is left with an exception.
+_CANCEL_S_MAX = 1.0
 
 Call = grpc.aio.StreamStreamCall[Message, generation_pb2.SessionResponse]
 
@@ -52,7 +54,11 @@ class Session:
 
     Entering opens the stream and waits for the server's answer. Leaving
     normally half-closes it and waits until the requests still running have
-    ended; leaving with an exception cancels the call, and with it every request.
+    ended; leaving with an exception cancels every request and then the call.
+
+    When the stream is lost its requests go on for a while. ``info.session_token``, given
+    to a new session as ``resume_token``, and ``resume`` with the stream's ``last_sequence``
+    take them up again.
 
     Attributes:
         info: what the server said when the session was opened.
@@ -68,10 +74,19 @@ class Session:
         client_name: str,
         default_priority: PriorityLike | None,
         open_timeout_s: float,
+        default_credit_tokens: int | None = None,
+        keep_credit: bool = True,
+        resume_token: str = "",
     ) -> None:
         self.going_away_s: float | None = None
         self._make_call = make_call
-        self._open = generation_pb2.OpenCommand(client_name=client_name, revision=REVISION)
+        self._open = generation_pb2.OpenCommand(
+            client_name=client_name,
+            revision=REVISION,
+            default_credit_tokens=default_credit_tokens,
+            resume_session_token=resume_token,
+        )
+        self._keep_credit = keep_credit
         if default_priority is not None:
             self._open.default_priority.CopyFrom(encode_priority(default_priority))
         self._open_timeout_s = open_timeout_s
@@ -113,7 +128,9 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._loss is None:
+            if error is not None:
+                await self._cancel_all()
+            elif self._loss is None:
                 await self.close()
                 await self._idle.wait()
                 with suppress(TimeoutError):
@@ -149,9 +166,7 @@ class Session:
         self._check_open()
         if request_id in self._streams:
             raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
-        stream = RequestStream(request_id, self._now_s(), cancel=self.cancel, reprioritize=self._reprioritize)
-        self._streams[request_id] = stream
-        self._idle.clear()
+        stream = self._new_stream(request_id, options.get("credit_tokens"))
         try:
             await self._send(
                 generation_pb2.SessionRequest(
@@ -161,6 +176,84 @@ class Session:
         except BaseException:
             self._remove(request_id)
             raise
+        return stream
+
+    async def resume(
+        self, request_id: str, after_sequence: int = 0, *, credit_tokens: int | None = None
+    ) -> RequestStream:
+        """Take up a request of the lost session whose token this one was opened with.
+
+        Args:
+            request_id: as it was started.
+            after_sequence: ``last_sequence`` of its lost stream; what came later is sent again.
+            credit_tokens: output tokens it may be ahead of its reader; None = the session's.
+
+        Returns:
+            Its events from there on; the result holds what they hold. The iterator raises
+            ``ResumeOutOfRange`` when they are not held any more.
+
+        Raises:
+            DuplicateRequestId: a request of that id is alive in this session.
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        self._check_open()
+        if request_id in self._streams:
+            raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
+        stream = self._new_stream(request_id, credit_tokens)
+        command = generation_pb2.ResumeCommand(request_id=request_id, after_sequence=after_sequence)
+        try:
+            await self._send(generation_pb2.SessionRequest(resume=command))
+            if stream.window_tokens:  # whatever its start said, it has the window from here on
+                await self.credit(request_id, stream.window_tokens)
+        except BaseException:
+            self._remove(request_id)
+            raise
+        return stream
+
+    async def credit(
+        self, request_id: str, num_tokens: int, acknowledged_sequence: int | None = None
+    ) -> None:
+        """Grant output tokens to a request; a session that keeps credit does it by itself.
+
+        Args:
+            request_id: whose.
+            num_tokens: on top of what is left.
+            acknowledged_sequence: up to where events need not be held for a resume; None = not said.
+
+        Raises:
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        await self._send(_credit(request_id, num_tokens, acknowledged_sequence))
+
+    def try_credit(self, request_id: str, num_tokens: int, acknowledged_sequence: int) -> bool:
+        """Grant tokens if that can be said without waiting; False when it can't."""
+        if self._half_closed or self._loss is not None or self._outbox.full():
+            return False
+        self._outbox.put_nowait(_credit(request_id, num_tokens, acknowledged_sequence))
+        return True
+
+    async def pause(self, request_id: str) -> None:
+        """Stop a request's computation, keeping its place; harmless when it has ended.
+
+        Raises:
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        command = generation_pb2.PauseCommand(request_id=request_id)
+        await self._send(generation_pb2.SessionRequest(pause=command))
+
+    async def unpause(self, request_id: str) -> None:
+        """Let a paused request go on; raises as ``pause`` does."""
+        command = generation_pb2.UnpauseCommand(request_id=request_id)
+        await self._send(generation_pb2.SessionRequest(unpause=command))
+
+    def _new_stream(self, request_id: str, credit_tokens: int | None) -> RequestStream:
+        window_tokens = self.info.default_credit_tokens if credit_tokens is None else credit_tokens
+        stream = RequestStream(request_id, self._now_s(), self, window_tokens * self._keep_credit)
+        self._streams[request_id] = stream
+        self._idle.clear()
         return stream
 
     async def cancel(self, request_id: str) -> None:
@@ -187,7 +280,20 @@ class Session:
 
         Cancellation: the command may have been sent; the request goes on either way.
         """
-        return await self._reprioritize(request_id, priority, timeout_s)
+        frame = generation_pb2.SessionRequest(
+            reprioritize=generation_pb2.ReprioritizeCommand(
+                request_id=request_id, priority=encode_priority(priority)
+            )
+        )
+        answer: asyncio.Future[PriorityChanged] = asyncio.get_running_loop().create_future()
+        # Answers of one request come in the order of its commands.
+        self._acknowledgements.setdefault(request_id, deque()).append(answer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(frame)
+                return await answer
+        finally:
+            answer.cancel()
 
     async def close(self) -> None:
         """Half-close: no more commands; the requests already started run to their end.
@@ -205,23 +311,16 @@ class Session:
         """Number of requests that have not ended."""
         return len(self._streams)
 
-    async def _reprioritize(
-        self, request_id: str, priority: PriorityLike, timeout_s: float
-    ) -> PriorityChanged:
-        frame = generation_pb2.SessionRequest(
-            reprioritize=generation_pb2.ReprioritizeCommand(
-                request_id=request_id, priority=encode_priority(priority)
-            )
-        )
-        answer: asyncio.Future[PriorityChanged] = asyncio.get_running_loop().create_future()
-        # Answers of one request come in the order of its commands.
-        self._acknowledgements.setdefault(request_id, deque()).append(answer)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(frame)
-                return await answer
-        finally:
-            answer.cancel()
+    async def _cancel_all(self) -> None:
+        """Tell the server that nobody waits; without being told it would go on for a while."""
+        if self._half_closed or self._loss is not None:
+            return
+        with suppress(TimeoutError, VorrangError):
+            async with asyncio.timeout(_CANCEL_S_MAX):
+                for request_id in list(self._streams):
+                    await self.cancel(request_id)
+                await self.close()
+                await self._lost.wait()
 
     def _check_open(self) -> None:
         if self._loss is not None:
@@ -305,7 +404,7 @@ class Session:
                 answer.set_result(event)
         if event is None or stream is None:
             return
-        stream.feed(event, self._now_s())
+        stream.feed(event, self._now_s(), response.sequence)
         if isinstance(event, Finished):
             self._remove(response.request_id)
 
@@ -317,6 +416,10 @@ class Session:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.accepted:
                 self._remove(request_id)
+                stream.fail(error_from_status(rejected.status))
+        elif rejected.command == "resume":
+            stream = self._remove(request_id)
+            if stream is not None:
                 stream.fail(error_from_status(rejected.status))
         elif rejected.command == "reprioritize":
             answer = self._next_acknowledgement(request_id)
@@ -384,4 +487,12 @@ def _decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:
         default_level=opened.default_level,
         policy=opened.policy,
         server_version=opened.server_version,
+        default_credit_tokens=opened.default_credit_tokens,
     )
+
+
+def _credit(request_id: str, num_tokens: int, sequence: int | None) -> generation_pb2.SessionRequest:
+    command = generation_pb2.CreditCommand(
+        request_id=request_id, tokens=num_tokens, acknowledged_sequence=sequence
+    )
+    return generation_pb2.SessionRequest(credit=command)
