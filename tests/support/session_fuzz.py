@@ -318,7 +318,9 @@ class Player:
                 after = max(after, track.acknowledged)
                 track.sent_again_after(after)
                 await self._session.resume(request_id, after)
-            else:  # nobody knows whether it ever arrived
+            else:  # nobody knows whether it ever arrived, and so with which session's credit
+                if not track.message.HasField("credit_tokens"):
+                    track.initial_tokens = max(track.initial_tokens, self._window)
                 track.sent_again_after(0)
                 await self._session.start(request_id, track.message)
 
