@@ -279,6 +279,18 @@ def decode_limits(limits: types_pb2.Limits) -> Limits:
     return Limits(**{field.name: getattr(limits, field.name) for field in fields(Limits)})
 
 
+def decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:
+    """Read the answer to ``open`` from the wire."""
+    return SessionInfo(
+        session_token=opened.session_token,
+        limits=decode_limits(opened.limits),
+        default_level=opened.default_level,
+        policy=opened.policy,
+        server_version=opened.server_version,
+        default_credit_tokens=opened.default_credit_tokens,
+    )
+
+
 def decode_accepted(event: generation_pb2.AcceptedEvent) -> Accepted:
     """Read ``accepted`` from the wire."""
     return Accepted(

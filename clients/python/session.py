@@ -17,6 +17,7 @@ from uuid import uuid4
 import grpc.aio
 from google.protobuf.message import Message
 
+from clients.python import frames
 from clients.python.errors import (
     ConnectionLost,
     DuplicateRequestId,
@@ -30,16 +31,14 @@ from clients.python.events import (
     PriorityChanged,
     SessionInfo,
     decode,
-    decode_limits,
+    decode_opened,
     decode_usage,
     seconds,
 )
-from clients.python.request import PriorityLike, RequestOptions, encode_priority, encode_spec
+from clients.python.request import PriorityLike, RequestOptions, encode_spec
 from clients.python.stream import RequestStream
 from vorrang.v1 import generation_pb2
 
-#: Revision of the protocol this client was built for.
-REVISION = 1
 _OUTBOX_FRAMES_MAX = 64
 #: How long a server may take to end the stream once nothing runs on it any more.
 _EOF_WAIT_S_MAX = 5.0
@@ -80,15 +79,8 @@ class Session:
     ) -> None:
         self.going_away_s: float | None = None
         self._make_call = make_call
-        self._open = generation_pb2.OpenCommand(
-            client_name=client_name,
-            revision=REVISION,
-            default_credit_tokens=default_credit_tokens,
-            resume_session_token=resume_token,
-        )
+        self._open = frames.open_frame(client_name, default_priority, default_credit_tokens, resume_token)
         self._keep_credit = keep_credit
-        if default_priority is not None:
-            self._open.default_priority.CopyFrom(encode_priority(default_priority))
         self._open_timeout_s = open_timeout_s
         self._streams: dict[str, RequestStream] = {}
         self._acknowledgements: dict[str, deque[asyncio.Future[PriorityChanged]]] = {}
@@ -112,7 +104,7 @@ class Session:
         self._call = self._make_call()
         # The two tasks outlive this method and are ended, in every case, by `_end`.
         self._tasks = [loop.create_task(self._write_frames()), loop.create_task(self._read_frames())]
-        self._outbox.put_nowait(generation_pb2.SessionRequest(open=self._open))
+        self._outbox.put_nowait(self._open)
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 self.info = await self._opened
@@ -168,11 +160,7 @@ class Session:
             raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
         stream = self._new_stream(request_id, options.get("credit_tokens"))
         try:
-            await self._send(
-                generation_pb2.SessionRequest(
-                    start=generation_pb2.StartCommand(request_id=request_id, spec=spec)
-                )
-            )
+            await self._send(frames.start_frame(request_id, spec))
         except BaseException:
             self._remove(request_id)
             raise
@@ -201,9 +189,8 @@ class Session:
         if request_id in self._streams:
             raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
         stream = self._new_stream(request_id, credit_tokens)
-        command = generation_pb2.ResumeCommand(request_id=request_id, after_sequence=after_sequence)
         try:
-            await self._send(generation_pb2.SessionRequest(resume=command))
+            await self._send(frames.resume_frame(request_id, after_sequence))
             if stream.window_tokens:  # whatever its start said, it has the window from here on
                 await self.credit(request_id, stream.window_tokens)
         except BaseException:
@@ -225,13 +212,13 @@ class Session:
             SessionClosed: the session was half-closed or left.
             ConnectionLost: the stream is broken.
         """
-        await self._send(_credit(request_id, num_tokens, acknowledged_sequence))
+        await self._send(frames.credit_frame(request_id, num_tokens, acknowledged_sequence))
 
     def try_credit(self, request_id: str, num_tokens: int, acknowledged_sequence: int) -> bool:
         """Grant tokens if that can be said without waiting; False when it can't."""
         if self._half_closed or self._loss is not None or self._outbox.full():
             return False
-        self._outbox.put_nowait(_credit(request_id, num_tokens, acknowledged_sequence))
+        self._outbox.put_nowait(frames.credit_frame(request_id, num_tokens, acknowledged_sequence))
         return True
 
     async def pause(self, request_id: str) -> None:
@@ -241,13 +228,11 @@ class Session:
             SessionClosed: the session was half-closed or left.
             ConnectionLost: the stream is broken.
         """
-        command = generation_pb2.PauseCommand(request_id=request_id)
-        await self._send(generation_pb2.SessionRequest(pause=command))
+        await self._send(frames.pause_frame(request_id))
 
     async def unpause(self, request_id: str) -> None:
         """Let a paused request go on; raises as ``pause`` does."""
-        command = generation_pb2.UnpauseCommand(request_id=request_id)
-        await self._send(generation_pb2.SessionRequest(unpause=command))
+        await self._send(frames.unpause_frame(request_id))
 
     def _new_stream(self, request_id: str, credit_tokens: int | None) -> RequestStream:
         window_tokens = self.info.default_credit_tokens if credit_tokens is None else credit_tokens
@@ -263,9 +248,7 @@ class Session:
             SessionClosed: the session was half-closed or left.
             ConnectionLost: the stream is broken.
         """
-        await self._send(
-            generation_pb2.SessionRequest(cancel=generation_pb2.CancelCommand(request_id=request_id))
-        )
+        await self._send(frames.cancel_frame(request_id))
 
     async def reprioritize(
         self, request_id: str, priority: PriorityLike, *, timeout_s: float = 10.0
@@ -280,11 +263,7 @@ class Session:
 
         Cancellation: the command may have been sent; the request goes on either way.
         """
-        frame = generation_pb2.SessionRequest(
-            reprioritize=generation_pb2.ReprioritizeCommand(
-                request_id=request_id, priority=encode_priority(priority)
-            )
-        )
+        frame = frames.reprioritize_frame(request_id, priority)
         answer: asyncio.Future[PriorityChanged] = asyncio.get_running_loop().create_future()
         # Answers of one request come in the order of its commands.
         self._acknowledgements.setdefault(request_id, deque()).append(answer)
@@ -378,7 +357,7 @@ class Session:
         case = response.WhichOneof("event")
         if case == "opened":
             if not self._opened.done():
-                self._opened.set_result(_decode_opened(response.opened))
+                self._opened.set_result(decode_opened(response.opened))
         elif case == "go_away":
             self.going_away_s = seconds(response.go_away.time_left)
         elif case == "command_rejected":
@@ -478,21 +457,3 @@ class Session:
 def _copy(loss: VorrangError) -> VorrangError:
     """An equal error: one instance raised in several tasks would mix up their tracebacks."""
     return type(loss)(loss.message, code=loss.code, reason=loss.reason, retryable=loss.retryable)
-
-
-def _decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:
-    return SessionInfo(
-        session_token=opened.session_token,
-        limits=decode_limits(opened.limits),
-        default_level=opened.default_level,
-        policy=opened.policy,
-        server_version=opened.server_version,
-        default_credit_tokens=opened.default_credit_tokens,
-    )
-
-
-def _credit(request_id: str, num_tokens: int, sequence: int | None) -> generation_pb2.SessionRequest:
-    command = generation_pb2.CreditCommand(
-        request_id=request_id, tokens=num_tokens, acknowledged_sequence=sequence
-    )
-    return generation_pb2.SessionRequest(credit=command)
