@@ -34,6 +34,8 @@ from server.tracing import RequestSpans
 
 #: Seconds that cut requests get to end, and that their last events get to be written.
 END_S_MAX = 5.0
+#: Seconds that watchers of the health get to be told before the first request is refused.
+TELL_S_MAX = 0.2
 #: Seconds the transport gets to send the last statuses.
 STOP_GRACE_S = 0.5
 
@@ -111,7 +113,13 @@ class App:
         self._check_integrity = check_integrity
         self.metrics = Metrics()
         self._rates = TokenRates(settings.tenants, time.monotonic)
-        self.backend = Backend(settings.server, settings.model.name, rates=self._rates, metrics=self.metrics)
+        self.backend = Backend(
+            settings.server,
+            settings.model.name,
+            sessions=settings.session,
+            rates=self._rates,
+            metrics=self.metrics,
+        )
         self.health = Health()
         self.address = ""
         self.control_address = ""
@@ -190,6 +198,7 @@ class App:
             await self._ports.close(STOP_GRACE_S)
             if self._spans is not None:
                 await asyncio.to_thread(self._spans.close)
+            self.backend.registry.close()
 
     async def _listen(self) -> None:
         settings = self._settings
@@ -293,6 +302,7 @@ class App:
     async def _drain(self, engine: Engine) -> None:
         """Let what runs end, refuse what is new, cut what lasts too long."""
         await self.health.set(serving=False)
+        await self.health.wait_until_told(TELL_S_MAX)
         grace_s = self._grace_s
         log.info("server.draining", grace_s=grace_s, num_alive=engine.statistics().num_alive)
         engine.drain()

@@ -27,12 +27,14 @@ from server import convert
 from server.convert import Draft
 from server.errors import EngineStarting, row_of
 from server.identity import CALLER
+from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES
 from server.metrics import Metrics
 from server.rates import TokenRates
-from server.settings import ServerSection
+from server.registry import Registry
+from server.settings import ServerSection, SessionSection
+from server.ticket import Ticket
 from vorrang.v1 import types_pb2 as types
-from vorrang.v1.generation_pb2 import AcceptedEvent
 
 log = structlog.get_logger("vorrang.server")
 
@@ -56,27 +58,12 @@ class ServerStatistics:
     Attributes:
         num_sessions: session streams open.
         num_calls: session streams and single-request calls open.
-        num_requests: requests that are submitted and whose caller has not seen the end.
+        num_requests: requests that are submitted and have not ended, or whose call has not.
     """
 
     num_sessions: int
     num_calls: int
     num_requests: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """A request that is submitted.
-
-    Attributes:
-        handle: the engine's.
-        accepted: the first event its caller gets.
-        client_request_id: the id its client chose; may be empty.
-    """
-
-    handle: RequestHandle
-    accepted: AcceptedEvent
-    client_request_id: str = ""
 
 
 class Backend:
@@ -85,6 +72,7 @@ class Backend:
     Args:
         settings: limits and defaults.
         model_name: name under which the model is served; None = its own.
+        sessions: what sessions may cost, and how long lost ones are kept.
         rates: tokens a second by tenant; None = no limits.
         metrics: is told of refusals; None = its own.
     """
@@ -94,10 +82,13 @@ class Backend:
         settings: ServerSection,
         model_name: str | None = None,
         *,
+        sessions: SessionSection | None = None,
         rates: TokenRates | None = None,
         metrics: Metrics | None = None,
     ) -> None:
         self.settings = settings
+        self.session_settings = sessions or SessionSection()
+        self.registry = Registry(self.session_settings)
         self.metrics = metrics or Metrics()
         self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
@@ -150,6 +141,8 @@ class Backend:
                 info=self.info,
                 tokenizer=self.engine.tokenizer,
                 default_max_tokens=self.settings.default_max_tokens,
+                now=self.engine.now(),
+                max_request_s=self.session_settings.max_request_s,
             )
 
     @property
@@ -181,15 +174,19 @@ class Backend:
         level: int,
         client_request_id: str,
         on_ready: Callable[[RequestHandle], None] | None = None,
+        *,
+        deadline: float | None = None,
     ) -> Ticket:
         """Give a request of the caller's to the engine, at the level its tenant may have.
+
+        ``deadline`` is the caller's own, on the engine's clock.
 
         Raises:
             TokenRateExceeded: its tenant has used its tokens.
             VorrangError: the engine refuses it, see ``Engine.submit``.
         """
         with self._refusals_counted():
-            return self._submit(draft, token_ids, level, client_request_id, on_ready)
+            return self._submit(draft, token_ids, level, client_request_id, on_ready, deadline)
 
     def _submit(
         self,
@@ -198,6 +195,7 @@ class Backend:
         level: int,
         client_request_id: str,
         on_ready: Callable[[RequestHandle], None] | None,
+        deadline: float | None,
     ) -> Ticket:
         engine, caller = self.engine, CALLER.get()
         self._rates.check(caller.tenant)
@@ -209,6 +207,7 @@ class Backend:
             caller.allowed(level),
             info=self.info,
             context_tokens=engine.config.max_context_tokens,
+            deadline=deadline,
         )
         if caller.tenant:
             spec = dataclasses.replace(spec, tenant=caller.tenant, cache_salt=caller.tenant)
@@ -231,6 +230,14 @@ class Backend:
         """Forget a request; one that has not ended is ended for ``reason``. May be called twice."""
         ticket.handle.cancel(reason)
         self._tickets.pop(ticket.handle.request_id, None)
+
+    def ended(self, tenant: str, request: LiveRequest) -> None:
+        """A request of a session has its last frame; it is kept for a while, unless it never ran."""
+        if request.ticket is None:
+            self.registry.forget(tenant, request)
+        else:
+            self.settle(request.ticket)
+            self.registry.retain(tenant, request)
 
     def fail_queued(self) -> None:
         """Fail, as retryable, every request that has not been seen to start."""

@@ -17,7 +17,7 @@ from server import convert
 from server.backend import Backend, server_version
 from server.feed import DecisionFeed, Watched
 from server.guard import Guard
-from server.session import PeerGone
+from server.session_writer import PeerGone
 from vorrang.v1 import control_pb2 as pb
 
 SERVICE = "vorrang.v1.ControlService"

@@ -15,7 +15,7 @@ from engine.errors import VorrangError
 from server.door import Door
 from server.errors import PermissionDenied, abort, row_of
 from server.identity import CALLER, Authenticator, Caller
-from server.session import PeerGone
+from server.session_writer import PeerGone
 from server.tracing import TRACEPARENT, traceparent_of
 
 Handler = Callable[[Any, Any], Awaitable[Any]]

@@ -6,6 +6,7 @@ plan, ``commit`` its result; the next plan may be made before that
 calls give the same plans.
 """
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
@@ -155,7 +156,10 @@ class Scheduler:
         if broken is None:
             return []
         scope, error = broken
-        for request in reversed(self._state.waiting):
+        key = self.policy.key
+        parked = [request for request in self._state.parked.values() if not request.has_started]
+        parked.sort(key=key, reverse=True)  # who does not want to run yet holds a place like any other
+        for request in heapq.merge(parked, reversed(self._state.waiting), key=key, reverse=True):
             if self.policy.urgency(request) <= self.policy.urgency(newcomer):
                 break
             if self._state.limits.counts(request, scope):

@@ -49,6 +49,7 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
     PermissionDenied: lambda: PermissionDenied("for operators"),
     e.Displaced: e.Displaced,
     e.SessionLimit: lambda: e.SessionLimit("too many"),
+    e.ResumeOutOfRange: lambda: e.ResumeOutOfRange("the events after 5 are not held"),
     e.SlowConsumer: lambda: e.SlowConsumer("too slow"),
     e.Draining: lambda: e.Draining(2.5),
     EngineStarting: EngineStarting,
@@ -62,7 +63,6 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
 LATER = {
     "SLO_UNATTAINABLE",
     "PREEMPTION_LIMIT",
-    "RESUME_OUT_OF_RANGE",
 }
 
 
