@@ -133,7 +133,7 @@ def test_what_cards_and_ranks_need_reaches_the_model() -> None:
 
     wanted = {"device": "cuda", "tensor_parallel": 4, "hang_s": 3.0, "kv_share": 0.5, "max_requests": 7}
     assert wanted.items() <= arguments.items()
-    assert arguments.keys() <= inspect.signature(registry.load).parameters.keys()
+    assert arguments.keys() <= inspect.signature(registry.load_model).parameters.keys()
 
 
 @pytest.mark.parametrize(("setting", "value"), [("engine.runner", "inline"), ("model.path", "scripted")])
