@@ -1,0 +1,428 @@
+package vorrang
+
+import (
+	"cmp"
+	"context"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"sync"
+	"time"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/vorrang/vorrang/clients/go/vorrangv1"
+)
+
+const (
+	protocolRevision = 1
+	defaultName      = "vorrang-go"
+	// closeWait is how long Close waits for the server to acknowledge; then it cuts the stream.
+	closeWait = time.Second
+)
+
+// SessionOption says how a session is to be opened.
+type SessionOption func(*sessionSettings)
+
+type sessionSettings struct {
+	open       *vorrangv1.OpenCommand
+	onRejected func(requestID, command string, err *Error)
+}
+
+// WithClientName names the program in the server's logs; at most 128 bytes.
+func WithClientName(name string) SessionOption {
+	return func(s *sessionSettings) { s.open.ClientName = name }
+}
+
+// WithDefaultPriority is the priority of requests that have none of their own.
+func WithDefaultPriority(priority Priority) SessionOption {
+	return func(s *sessionSettings) { s.open.DefaultPriority = priority.wire() }
+}
+
+// WithDefaultCredit is the credit of requests that have none of their own; see [WithCredit].
+func WithDefaultCredit(tokens uint32) SessionOption {
+	return func(s *sessionSettings) { s.open.DefaultCreditTokens = proto.Uint32(tokens) }
+}
+
+// WithSessionToken takes up a session that another process, or another [Client], has lost. Its requests are
+// cancelled after the server's grace unless [Session.Attach] takes them up one by one.
+func WithSessionToken(token string) SessionOption {
+	return func(s *sessionSettings) { s.open.ResumeSessionToken = token }
+}
+
+// WithRejectionHandler is told of commands that the server did not obey and whose caller no longer waits: pauses and
+// credit for requests it does not know. It is called between frames and must not block.
+func WithRejectionHandler(handler func(requestID, command string, err *Error)) SessionOption {
+	return func(s *sessionSettings) { s.onRejected = handler }
+}
+
+// SessionInfo is what the server said when the session was opened.
+type SessionInfo struct {
+	// Token names the session when it must be resumed; empty = the server does not offer that.
+	Token string
+	// Limits of the server.
+	Limits *vorrangv1.Limits
+	// DefaultLevel of requests that carry no priority of their own.
+	DefaultLevel int
+	// DefaultCredit of requests that have none of their own, in tokens; 0 = the server does not enforce credit.
+	DefaultCredit uint32
+	// Policy in force: "priority", "fcfs", ...
+	Policy string
+	// ServerVersion of the server program.
+	ServerVersion string
+}
+
+// Session is one bidirectional stream that carries many requests. It is safe for use by many goroutines.
+//
+// It has two goroutines, one that sends and one that receives, and neither waits for whoever reads a [Stream].
+type Session struct {
+	stub     vorrangv1.GenerationServiceClient
+	settings sessionSettings
+	values   context.Context // the caller's, without its end
+	closing  sync.Once
+
+	resuming  chan struct{} // holds one token while somebody resumes
+	switching sync.RWMutex  // held to read while a start is under way, to write while the link is replaced
+
+	mu        sync.Mutex
+	link      *link
+	info      SessionInfo
+	streams   map[string]*Stream
+	closed    bool
+	goingAway chan struct{}
+	endsAt    time.Time
+	forget    func() bool
+}
+
+// Session opens a session and waits for the server's answer. The end of ctx closes it; see [Session.Close].
+func (c *Client) Session(ctx context.Context, options ...SessionOption) (*Session, error) {
+	settings := sessionSettings{open: &vorrangv1.OpenCommand{ClientName: defaultName, Revision: protocolRevision}}
+	for _, option := range options {
+		option(&settings)
+	}
+	s := &Session{
+		stub:      c.stub,
+		values:    context.WithoutCancel(ctx),
+		settings:  settings,
+		resuming:  make(chan struct{}, 1),
+		streams:   map[string]*Stream{},
+		goingAway: make(chan struct{}),
+	}
+	link, info, err := s.open(ctx, settings.open.GetResumeSessionToken())
+	if err != nil {
+		return nil, err
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.link, s.info = link, info
+	s.forget = context.AfterFunc(ctx, func() { _ = s.Close() })
+	return s, nil
+}
+
+// Info is what the server said when the session was opened or last resumed.
+func (s *Session) Info() SessionInfo {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.info
+}
+
+// Disconnected is closed when the gRPC stream in use now has ended.
+func (s *Session) Disconnected() <-chan struct{} { return s.current().done }
+
+// GoingAway is closed when the server has announced its end; no request can be started any more.
+func (s *Session) GoingAway() <-chan struct{} { return s.goingAway }
+
+// EndsAt is when the server cuts what still runs; zero unless it is going away.
+func (s *Session) EndsAt() time.Time {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.endsAt
+}
+
+// Start starts a request and returns its events.
+//
+// It returns at once: whether the server takes the request shows in the events. The end of ctx cancels the request on
+// the server, and its deadline bounds the request there. Whoever stops reading before the end should call
+// [Stream.Cancel]; a request whose events nobody reads is stopped by its credit and fails after a while.
+func (s *Session) Start(ctx context.Context, request Request, options ...RequestOption) (*Stream, error) {
+	settings, err := request.settings(options)
+	if err != nil {
+		return nil, err
+	}
+	if ctx.Err() != nil {
+		return nil, ctx.Err()
+	}
+	settings.boundBy(ctx)
+	if settings.id == "" {
+		settings.id = rand.Text()
+	}
+	start := &vorrangv1.StartCommand{RequestId: settings.id, Spec: settings.spec}
+	return s.begin(ctx, settings, start, 0)
+}
+
+// Attach takes up a request that was started elsewhere, in a session opened with [WithSessionToken].
+//
+// Its events after the given sequence are sent again; [Stream.LastSequence] says how far a reader got. Credit has to
+// be given as it was when the request was started.
+func (s *Session) Attach(
+	ctx context.Context, requestID string, afterSequence uint64, options ...RequestOption,
+) (*Stream, error) {
+	settings, err := Request{}.settings(options)
+	if err != nil {
+		return nil, err
+	}
+	settings.id = requestID
+	return s.begin(ctx, settings, nil, afterSequence)
+}
+
+func (s *Session) begin(
+	ctx context.Context, settings *requestSettings, start *vorrangv1.StartCommand, afterSequence uint64,
+) (*Stream, error) {
+	s.switching.RLock()
+	defer s.switching.RUnlock()
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return nil, ErrSessionClosed
+	}
+	if s.streams[settings.id] != nil {
+		s.mu.Unlock()
+		return nil, &Error{
+			Code: codes.AlreadyExists, Reason: ReasonDuplicateRequestID,
+			Message: fmt.Sprintf("request %q is alive in this session", settings.id),
+		}
+	}
+	stream := newStream(s, s.link, settings, start, afterSequence, s.info.DefaultCredit)
+	s.streams[settings.id] = stream
+	s.mu.Unlock()
+	if err := stream.link.send(ctx, stream.opening(afterSequence)); err != nil {
+		s.remove(stream)
+		return nil, err
+	}
+	select {
+	case <-stream.link.done: // it may have ended before this stream was known
+		stream.disconnect(stream.link)
+	default:
+	}
+	stream.follow(ctx)
+	return stream, nil
+}
+
+// Resume takes up a session that has lost its gRPC stream, with all its requests: readers go on without a gap or a
+// repetition. It may be called again after an error.
+//
+// The error is of [ReasonResumeOutOfRange] when the server does not hold the session any more; its requests are lost
+// then. A single request whose events are no longer held fails alone.
+func (s *Session) Resume(ctx context.Context) error {
+	select {
+	case s.resuming <- struct{}{}:
+		defer func() { <-s.resuming }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	token := s.Info().Token
+	if token == "" {
+		return &Error{Code: codes.FailedPrecondition, Message: "the server does not offer to resume sessions"}
+	}
+	s.current().stop()
+	link, info, err := s.open(ctx, token)
+	if err != nil {
+		if errors.Is(err, ReasonResumeOutOfRange) {
+			s.failAll(err)
+		}
+		return err
+	}
+	streams, err := s.switchTo(link, info)
+	for _, stream := range streams {
+		if err == nil {
+			err = stream.rebind(ctx, link)
+		}
+	}
+	if err != nil {
+		link.stop()
+		for _, stream := range streams {
+			stream.disconnect(link)
+		}
+	}
+	return err
+}
+
+// switchTo makes a link the session's, and says which streams have to be taken up on it.
+func (s *Session) switchTo(link *link, info SessionInfo) ([]*Stream, error) {
+	s.switching.Lock()
+	defer s.switching.Unlock()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.closed {
+		return nil, ErrSessionClosed
+	}
+	s.link, s.info = link, info
+	streams := slices.Collect(maps.Values(s.streams))
+	for _, stream := range streams {
+		stream.moveTo(link)
+	}
+	return streams, nil
+}
+
+// Close cancels what is alive, ends the session and waits until its goroutines have ended. It takes about a second at
+// most, and may be called more than once. Readers get what came before, then [ErrSessionClosed].
+func (s *Session) Close() error {
+	s.closing.Do(func() {
+		s.mu.Lock()
+		s.closed = true
+		s.forget()
+		link, streams := s.link, slices.Collect(maps.Values(s.streams))
+		s.mu.Unlock()
+		s.takeLeave(link, streams)
+		link.stop()
+		s.failAll(ErrSessionClosed)
+	})
+	return nil
+}
+
+// takeLeave tells the server that nobody will take the requests up again; it would wait for that otherwise.
+func (s *Session) takeLeave(link *link, streams []*Stream) {
+	ctx, cancel := context.WithTimeout(context.Background(), closeWait)
+	defer cancel()
+	for _, stream := range streams {
+		if link.send(ctx, cancelFrame(stream.id)) != nil {
+			return
+		}
+	}
+	if link.send(ctx, nil) != nil {
+		return
+	}
+	select {
+	case <-link.done:
+	case <-ctx.Done():
+	}
+}
+
+// open makes a link and waits for the server's answer; ctx bounds that alone.
+func (s *Session) open(ctx context.Context, token string) (*link, SessionInfo, error) {
+	link, err := startLink(ctx, s.values, s.stub, s.receive, s.lost)
+	if err != nil {
+		return nil, SessionInfo{}, cmp.Or(ctx.Err(), err)
+	}
+	command := proto.CloneOf(s.settings.open)
+	command.ResumeSessionToken = token
+	// When it fails the link has ended, and says why below.
+	_ = link.send(ctx, &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Open{Open: command}})
+	answer := opening{}
+	select {
+	case answer = <-link.opened:
+	case <-link.done:
+		select {
+		case answer = <-link.opened: // it came just before the end
+		default:
+			answer.err = errorFromLoss(link.err)
+		}
+	}
+	if !link.unbind() {
+		answer.err = ctx.Err()
+	}
+	if answer.err != nil {
+		link.stop()
+		return nil, SessionInfo{}, answer.err
+	}
+	return link, decodeOpened(answer.event), nil
+}
+
+func decodeOpened(opened *vorrangv1.OpenedEvent) SessionInfo {
+	return SessionInfo{
+		Token:         opened.GetSessionToken(),
+		Limits:        opened.GetLimits(),
+		DefaultLevel:  int(opened.GetDefaultLevel()),
+		DefaultCredit: opened.GetDefaultCreditTokens(),
+		Policy:        opened.GetPolicy(),
+		ServerVersion: opened.GetServerVersion(),
+	}
+}
+
+// What the receiving goroutine does.
+
+func (s *Session) receive(link *link, frame *vorrangv1.SessionResponse) {
+	switch event := frame.GetEvent().(type) {
+	case *vorrangv1.SessionResponse_Opened:
+		link.answerOpen(opening{event: event.Opened})
+	case *vorrangv1.SessionResponse_GoAway:
+		s.onGoAway(event.GoAway)
+	case *vorrangv1.SessionResponse_CommandRejected:
+		s.onRejected(link, frame.GetRequestId(), event.CommandRejected)
+	default:
+		if stream := s.find(frame.GetRequestId()); stream != nil && stream.receive(frame) {
+			s.remove(stream)
+		}
+	}
+}
+
+func (s *Session) onGoAway(event *vorrangv1.GoAwayEvent) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.endsAt.IsZero() {
+		close(s.goingAway)
+	}
+	s.endsAt = time.Now().Add(event.GetTimeLeft().AsDuration())
+}
+
+func (s *Session) onRejected(link *link, requestID string, event *vorrangv1.CommandRejectedEvent) {
+	err := errorFromStatus(event.GetStatus())
+	command := event.GetCommand()
+	if command == "open" {
+		link.answerOpen(opening{err: err})
+		return
+	}
+	stream := s.find(requestID)
+	switch {
+	case stream != nil && (command == "start" || command == "resume"):
+		if stream.reject(command, err) {
+			s.remove(stream)
+		}
+	case stream != nil && command == "reprioritize":
+		stream.acknowledge(acknowledgement{err: err})
+	case s.settings.onRejected != nil:
+		s.settings.onRejected(requestID, command, err)
+	}
+}
+
+func (s *Session) lost(link *link) {
+	s.mu.Lock()
+	streams := slices.Collect(maps.Values(s.streams))
+	s.mu.Unlock()
+	for _, stream := range streams {
+		stream.disconnect(link)
+	}
+}
+
+func (s *Session) find(requestID string) *Stream {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.streams[requestID]
+}
+
+func (s *Session) remove(stream *Stream) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.streams[stream.id] == stream {
+		delete(s.streams, stream.id)
+	}
+}
+
+func (s *Session) current() *link {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.link
+}
+
+func (s *Session) failAll(err error) {
+	s.mu.Lock()
+	streams := s.streams
+	s.streams = map[string]*Stream{}
+	s.mu.Unlock()
+	for _, stream := range streams {
+		stream.fail(err)
+	}
+}

@@ -1,0 +1,514 @@
+package vorrang
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"iter"
+	"sync"
+
+	"google.golang.org/grpc/codes"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/vorrang/vorrang/clients/go/vorrangv1"
+)
+
+// Stream is the events of one request of a session. One goroutine at a time may read it; its commands are safe for
+// use by many.
+//
+// Events wait in it until they are read. How many can wait is bounded by the request's credit, so a stream that nobody
+// reads costs its siblings nothing.
+type Stream struct {
+	id      string
+	session *Session
+	start   *vorrangv1.StartCommand // nil when it was attached
+	manual  bool
+	turn    chan struct{} // holds one token while a change of priority is being sent
+	signal  chan struct{} // holds one token when there may be something to read
+
+	mu       sync.Mutex
+	link     *link
+	lost     error // set while the session has no gRPC stream
+	final    error // set when nothing more can come: io.EOF or what it failed with
+	waiting  []waitingEvent
+	received uint64 // sequence of the newest event
+	read     uint64 // sequence of the last event that Recv returned
+	credit   credit
+	changes  []chan acknowledgement // changes of priority under way, oldest first
+	dropped  bool                   // whether its context has ended
+	release  func() bool
+}
+
+type waitingEvent struct {
+	event    Event
+	sequence uint64
+}
+
+// acknowledgement is the answer to a change of priority.
+type acknowledgement struct {
+	event PriorityChanged
+	err   error
+}
+
+func newStream(
+	session *Session,
+	link *link,
+	settings *requestSettings,
+	start *vorrangv1.StartCommand,
+	afterSequence uint64,
+	defaultCredit uint32,
+) *Stream {
+	window := defaultCredit
+	if settings.spec.CreditTokens != nil {
+		window = settings.spec.GetCreditTokens()
+	}
+	return &Stream{
+		id:       settings.id,
+		session:  session,
+		start:    start,
+		manual:   settings.manualCredit,
+		turn:     make(chan struct{}, 1),
+		signal:   make(chan struct{}, 1),
+		link:     link,
+		received: afterSequence,
+		read:     afterSequence,
+		credit:   newCredit(window),
+	}
+}
+
+// ID is the request's id, unique in its tenant.
+func (s *Stream) ID() string { return s.id }
+
+// LastSequence is the sequence of the last event that [Stream.Recv] returned; what [Session.Attach] goes on from.
+func (s *Stream) LastSequence() uint64 {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.read
+}
+
+// Recv waits for the next event. After [Finished] it returns io.EOF.
+//
+// An [*Error] says that the request was refused or failed. One that is [ErrDisconnected] says that the session has
+// lost its gRPC stream; Recv goes on where it was once [Session.Resume] has taken it up. The end of ctx ends the
+// waiting alone.
+func (s *Stream) Recv(ctx context.Context) (Event, error) {
+	for {
+		event, grant, err := s.take()
+		if event != nil || err != nil {
+			s.offer(grant)
+			return event, err
+		}
+		if err := s.wait(ctx, grant); err != nil {
+			return nil, err
+		}
+	}
+}
+
+// grant is credit to be sent on a link; its frame is nil when none is due.
+type grant struct {
+	link   *link
+	frame  *vorrangv1.SessionRequest
+	tokens uint32
+}
+
+// take takes the oldest event that waits, and the credit that is due.
+func (s *Stream) take() (Event, grant, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var event Event
+	if len(s.waiting) > 0 {
+		event, s.read = s.waiting[0].event, s.waiting[0].sequence
+		s.waiting[0] = waitingEvent{}
+		s.waiting = s.waiting[1:]
+		if delta, ok := event.(Delta); ok {
+			s.credit.consume(len(delta.TokenIDs))
+		}
+	} else if s.final != nil {
+		return nil, grant{}, s.final
+	} else if s.lost != nil {
+		return nil, grant{}, s.lost
+	}
+	due := grant{link: s.link}
+	if !s.manual && s.final == nil && s.lost == nil {
+		if due.tokens = s.credit.takeDue(); due.tokens > 0 {
+			due.frame = creditFrame(s.id, due.tokens, s.read)
+		}
+	}
+	return event, due, nil
+}
+
+// offer sends credit if that can be done at once; else it is due again.
+func (s *Stream) offer(due grant) {
+	if due.frame == nil {
+		return
+	}
+	select {
+	case due.link.frames <- due.frame:
+	default:
+		s.giveBack(due)
+	}
+}
+
+// wait waits for something to read, sending credit meanwhile.
+func (s *Stream) wait(ctx context.Context, due grant) error {
+	for {
+		frames := due.link.frames
+		if due.frame == nil {
+			frames = nil
+		}
+		select {
+		case frames <- due.frame:
+			due.frame = nil
+		case <-s.signal:
+			s.giveBack(due)
+			return nil
+		case <-ctx.Done():
+			s.giveBack(due)
+			return ctx.Err()
+		}
+	}
+}
+
+func (s *Stream) giveBack(due grant) {
+	if due.frame == nil {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.link == due.link { // a new link has been given all that was due
+		s.credit.giveBack(due.tokens)
+	}
+}
+
+// Events are all events to the end; an error is the last thing it yields. Leaving the loop early leaves the request
+// alive.
+func (s *Stream) Events(ctx context.Context) iter.Seq2[Event, error] {
+	return sequence(func() (Event, error) { return s.Recv(ctx) })
+}
+
+// Result reads to the end.
+func (s *Stream) Result(ctx context.Context) (*Result, error) { return collect(s.Events(ctx)) }
+
+// Cancel asks the server to end the request; its events end with [Finished] for [FinishCancelled], unless something
+// else ended it first. Harmless when it has ended.
+func (s *Stream) Cancel(ctx context.Context) error { return s.command(ctx, cancelFrame(s.id)) }
+
+// Pause stops the computation and keeps the request's place; what was produced is still sent.
+func (s *Stream) Pause(ctx context.Context) error {
+	pause := &vorrangv1.PauseCommand{RequestId: s.id}
+	return s.command(ctx, &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Pause{Pause: pause}})
+}
+
+// Unpause lifts a pause.
+func (s *Stream) Unpause(ctx context.Context) error {
+	unpause := &vorrangv1.UnpauseCommand{RequestId: s.id}
+	return s.command(ctx, &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Unpause{Unpause: unpause}})
+}
+
+// Credit lets a request with [WithManualCredit] produce so many tokens more.
+func (s *Stream) Credit(ctx context.Context, tokens uint32) error {
+	if !s.manual {
+		return &Error{
+			Code: codes.FailedPrecondition, Message: fmt.Sprintf("the credit of request %q is granted by itself", s.id),
+		}
+	}
+	s.mu.Lock()
+	s.credit.granted += uint64(tokens)
+	frame := creditFrame(s.id, tokens, s.read)
+	s.mu.Unlock()
+	err := s.command(ctx, frame)
+	if err != nil {
+		s.mu.Lock()
+		s.credit.granted -= uint64(tokens)
+		s.mu.Unlock()
+	}
+	return err
+}
+
+// Reprioritize changes the priority of the request, queued or running, and waits for the level in force.
+//
+// The error is of [ReasonSessionLimit], with RetryAfter, when it comes too often, and of [ReasonUnknownRequest] when
+// the request has ended.
+func (s *Stream) Reprioritize(ctx context.Context, priority Priority) (PriorityChanged, error) {
+	answer := make(chan acknowledgement, 1)
+	if err := s.sendChange(ctx, priority, answer); err != nil {
+		return PriorityChanged{}, err
+	}
+	select {
+	case acknowledged := <-answer:
+		return acknowledged.event, acknowledged.err
+	case <-ctx.Done():
+		return PriorityChanged{}, ctx.Err()
+	}
+}
+
+// sendChange sends a change of priority, so that answers come in the order of changes.
+func (s *Stream) sendChange(ctx context.Context, priority Priority, answer chan acknowledgement) error {
+	select {
+	case s.turn <- struct{}{}:
+		defer func() { <-s.turn }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	s.mu.Lock()
+	link, err := s.link, s.lost
+	if s.final != nil {
+		err = endedError(s.id)
+	}
+	if err == nil {
+		s.changes = append(s.changes, answer)
+	}
+	s.mu.Unlock()
+	if err != nil {
+		return err
+	}
+	change := &vorrangv1.ReprioritizeCommand{RequestId: s.id, Priority: priority.wire()}
+	frame := &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Reprioritize{Reprioritize: change}}
+	if err := link.send(ctx, frame); err != nil {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if len(s.changes) > 0 { // it is the newest, unless a loss has answered it
+			s.changes = s.changes[:len(s.changes)-1]
+		}
+		return err
+	}
+	return nil
+}
+
+// command sends a frame about the request, unless it has ended.
+func (s *Stream) command(ctx context.Context, frame *vorrangv1.SessionRequest) error {
+	s.mu.Lock()
+	link, lost, ended := s.link, s.lost, s.final != nil
+	s.mu.Unlock()
+	if ended {
+		return nil
+	}
+	if lost != nil {
+		return lost
+	}
+	return link.send(ctx, frame)
+}
+
+// follow cancels the request on the server when ctx ends.
+func (s *Stream) follow(ctx context.Context) {
+	release := context.AfterFunc(ctx, func() {
+		s.mu.Lock()
+		s.dropped = true
+		s.mu.Unlock()
+		_ = s.Cancel(context.Background()) // ends with the link at the latest; a new link is told by rebind
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.release = release
+	if s.final != nil {
+		release()
+	}
+}
+
+// What the session does.
+
+// opening is the frame that makes the server send the events after a sequence.
+func (s *Stream) opening(afterSequence uint64) *vorrangv1.SessionRequest {
+	// Whether the server has heard of a request that it has not answered is not known here; the same start again
+	// means the same request.
+	if s.start != nil && afterSequence == 0 {
+		return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Start{Start: s.start}}
+	}
+	resume := &vorrangv1.ResumeCommand{RequestId: s.id, AfterSequence: afterSequence}
+	return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Resume{Resume: resume}}
+}
+
+// receive takes an event from the wire; true when it was the last.
+func (s *Stream) receive(frame *vorrangv1.SessionResponse) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	sequence := frame.GetSequence()
+	if s.final != nil || sequence <= s.received {
+		return false
+	}
+	if sequence != s.received+1 {
+		s.end(&Error{
+			Code:    codes.DataLoss,
+			Message: fmt.Sprintf("events %d to %d of request %q are missing", s.received+1, sequence-1, s.id),
+		})
+		return true
+	}
+	s.received = sequence
+	if failed := frame.GetFailed(); failed != nil {
+		s.end(errorFromFailed(failed))
+		return true
+	}
+	event := decode(frame)
+	switch event := event.(type) {
+	case nil: // one that a newer server sends
+		return false
+	case PriorityChanged:
+		s.answer(acknowledgement{event: event})
+	case Delta:
+		s.credit.receive(len(event.TokenIDs))
+	}
+	s.put(waitingEvent{event, sequence})
+	if _, ok := event.(Finished); ok {
+		s.end(io.EOF)
+		return true
+	}
+	return false
+}
+
+// put lets an event wait, joined with the one before it where that says the same in less.
+func (s *Stream) put(next waitingEvent) {
+	if len(s.waiting) > 0 {
+		last := &s.waiting[len(s.waiting)-1]
+		if event, ok := joined(last.event, next.event); ok {
+			*last = waitingEvent{event, next.sequence}
+			return
+		}
+	}
+	s.waiting = append(s.waiting, next)
+	s.wake()
+}
+
+func joined(last, next Event) (Event, bool) {
+	switch next := next.(type) {
+	case QueueUpdate:
+		_, ok := last.(QueueUpdate)
+		return next, ok
+	case Delta:
+		last, ok := last.(Delta)
+		if !ok {
+			return nil, false
+		}
+		last.Text += next.Text
+		last.TokenIDs = append(last.TokenIDs, next.TokenIDs...)
+		last.Logprobs = append(last.Logprobs, next.Logprobs...)
+		return last, true
+	}
+	return nil, false
+}
+
+// end makes sure that nothing more can come. The lock is held.
+func (s *Stream) end(err error) {
+	if s.final != nil {
+		return
+	}
+	s.final = err
+	for len(s.changes) > 0 {
+		s.answer(acknowledgement{err: endedError(s.id)})
+	}
+	if s.release != nil {
+		s.release()
+	}
+	s.wake()
+}
+
+func (s *Stream) fail(err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.end(err)
+}
+
+// reject ends it because its start or its resumption was not obeyed; true when that is so.
+func (s *Stream) reject(command string, err *Error) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if command == "start" && s.received > 0 {
+		return false // that was another start of the same id
+	}
+	s.end(err)
+	return true
+}
+
+// acknowledge answers the oldest change of priority.
+func (s *Stream) acknowledge(answer acknowledgement) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.answer(answer)
+}
+
+func (s *Stream) answer(answer acknowledgement) {
+	if len(s.changes) > 0 {
+		s.changes[0] <- answer // has room for it
+		s.changes = s.changes[1:]
+	}
+}
+
+// disconnect says that a link has ended; harmless when the stream is on another.
+func (s *Stream) disconnect(link *link) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.link != link || s.lost != nil || s.final != nil {
+		return
+	}
+	s.lost = errorFromLoss(link.err)
+	for len(s.changes) > 0 {
+		s.answer(acknowledgement{err: s.lost})
+	}
+	s.wake()
+}
+
+// moveTo puts the stream on a new link; it counts as lost until rebind.
+func (s *Stream) moveTo(link *link) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.link = link
+}
+
+// rebind takes the request up on its new link.
+func (s *Stream) rebind(ctx context.Context, link *link) error {
+	s.mu.Lock()
+	if s.final != nil {
+		s.mu.Unlock()
+		return nil
+	}
+	frames := []*vorrangv1.SessionRequest{s.opening(s.received)}
+	if missing := s.credit.renew(s.manual); missing > 0 {
+		frames = append(frames, creditFrame(s.id, missing, s.read))
+	}
+	s.mu.Unlock()
+	for _, frame := range frames {
+		if err := link.send(ctx, frame); err != nil {
+			return err
+		}
+	}
+	// Only now may readers grant credit: what came before the resumption would be forgotten by it.
+	s.mu.Lock()
+	s.lost = nil
+	dropped := s.dropped
+	s.mu.Unlock()
+	select {
+	case <-link.done:
+		s.disconnect(link)
+	default:
+	}
+	if dropped {
+		return link.send(ctx, cancelFrame(s.id))
+	}
+	return nil
+}
+
+// wake tells the reader that there may be something to read.
+func (s *Stream) wake() {
+	select {
+	case s.signal <- struct{}{}:
+	default:
+	}
+}
+
+func endedError(id string) *Error {
+	return &Error{
+		Code: codes.NotFound, Reason: ReasonUnknownRequest, Message: fmt.Sprintf("request %q has ended", id),
+	}
+}
+
+func cancelFrame(id string) *vorrangv1.SessionRequest {
+	cancel := &vorrangv1.CancelCommand{RequestId: id}
+	return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Cancel{Cancel: cancel}}
+}
+
+func creditFrame(id string, tokens uint32, acknowledged uint64) *vorrangv1.SessionRequest {
+	credit := &vorrangv1.CreditCommand{RequestId: id, Tokens: tokens}
+	if acknowledged > 0 {
+		credit.AcknowledgedSequence = proto.Uint64(acknowledged)
+	}
+	return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Credit{Credit: credit}}
+}
