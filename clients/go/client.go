@@ -94,7 +94,7 @@ func Dial(ctx context.Context, address string, options ...DialOption) (*Client, 
 	}
 	connection, err := grpc.NewClient(address, grpcOptions...)
 	if err != nil {
-		return nil, fmt.Errorf("vorrang: %q is no address: %w", address, err)
+		return nil, fmt.Errorf("vorrang: %q can't be dialled: %w", address, err)
 	}
 	_, err = grpc_health_v1.NewHealthClient(connection).Check(ctx, &grpc_health_v1.HealthCheckRequest{})
 	if answer := errorFromCall(err); answer != nil {

@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"time"
 
 	"google.golang.org/genproto/googleapis/rpc/errdetails"
@@ -90,6 +92,9 @@ var retryable = map[Reason]bool{
 	ReasonUnimplemented:       false,
 	ReasonInternal:            false,
 }
+
+// Reasons are all that this revision of the protocol has, in the order of their names.
+func Reasons() []Reason { return slices.Sorted(maps.Keys(retryable)) }
 
 // FieldViolation is one field of a request that broke a rule.
 type FieldViolation struct {

@@ -13,3 +13,5 @@ require (
 	golang.org/x/sys v0.47.0 // indirect
 	golang.org/x/text v0.40.0 // indirect
 )
+
+require go.uber.org/goleak v1.3.0

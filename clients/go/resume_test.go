@@ -1,0 +1,243 @@
+package vorrang_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
+
+	vorrang "github.com/vorrang/vorrang/clients/go"
+)
+
+// quickly lets a connection that was cut be made again without a second's wait.
+var quickly = vorrang.WithGRPC(grpc.WithConnectParams(grpc.ConnectParams{
+	Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.5, MaxDelay: 100 * time.Millisecond},
+}))
+
+// resume takes a session up, trying again while the server can't be reached.
+func resume(t *testing.T, session *vorrang.Session) {
+	t.Helper()
+	ctx := within(t)
+	for {
+		err := session.Resume(ctx)
+		if err == nil {
+			return
+		}
+		if !failure(t, err).Retryable {
+			t.Fatal(err)
+		}
+		select {
+		case <-ctx.Done():
+			t.Fatal(err)
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// lose cuts the connection and waits until the session knows.
+func lose(t *testing.T, p *proxy, session *vorrang.Session) {
+	t.Helper()
+	p.cut()
+	select {
+	case <-session.Disconnected():
+	case <-time.After(patience):
+		t.Fatal("the loss was not seen")
+	}
+}
+
+func TestALostSessionGoesOnWithoutGapOrRepetition(t *testing.T) {
+	p := newProxy(t, serve(t).address)
+	session := open(t, dial(t, p.address, quickly))
+	token := session.Info().Token
+	stream := start(t, session, "hello", vorrang.WithCredit(6), vorrang.WithMaxTokens(60))
+	byHand := start(t, session, "by hand", vorrang.WithManualCredit(1), vorrang.WithMaxTokens(30))
+	if err := byHand.Credit(within(t), 29); err != nil {
+		t.Fatal(err)
+	}
+	text := readTokens(t, stream, 3)
+	handText := readTokens(t, byHand, 1)
+	for range 3 {
+		lose(t, p, session)
+		rest := ""
+		for {
+			event, err := stream.Recv(within(t))
+			if err != nil {
+				lost := failure(t, err)
+				equal(t, "disconnected", errors.Is(err, vorrang.ErrDisconnected), true)
+				equal(t, "retryable", lost.Retryable, true)
+				break
+			}
+			if delta, ok := event.(vorrang.Delta); ok {
+				rest += delta.Text
+			}
+		}
+		if _, err := session.Start(within(t), greedy("hello")); !errors.Is(err, vorrang.ErrDisconnected) {
+			t.Errorf("a start without a stream: %v", err)
+		}
+		if _, err := stream.Reprioritize(within(t), vorrang.Batch); !errors.Is(err, vorrang.ErrDisconnected) {
+			t.Errorf("a command without a stream: %v", err)
+		}
+		resume(t, session)
+		equal(t, "token", session.Info().Token, token)
+		text += rest + readTokens(t, stream, 7)
+	}
+	equal(t, "text", text+result(t, stream).Text, scripted("hello", 60))
+	equal(t, "by hand", handText+result(t, byHand).Text, scripted("by hand", 30))
+	othersGoOn(t, session)
+}
+
+func TestManyStreamsSurviveManyLosses(t *testing.T) {
+	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").address)
+	session := open(t, dial(t, p.address, quickly))
+	const numStreams = 30
+	var readers sync.WaitGroup
+	var wait = make(chan struct{}) // closed and made anew by every resumption
+	var mu sync.Mutex
+	for number := range numStreams {
+		prompt := fmt.Sprint("request ", number)
+		stream := start(t, session, prompt, vorrang.WithCredit(uint32(1+number%9)), vorrang.WithMaxTokens(150))
+		readers.Go(func() {
+			text, ctx := "", within(t)
+			for {
+				mu.Lock()
+				resumed := wait
+				mu.Unlock()
+				whole, err := text, error(nil)
+				for event, failed := range stream.Events(ctx) {
+					err = failed
+					if delta, ok := event.(vorrang.Delta); ok {
+						whole += delta.Text
+					}
+				}
+				text = whole
+				if err == nil {
+					break
+				}
+				if !errors.Is(err, vorrang.ErrDisconnected) {
+					t.Errorf("%s: %v", prompt, err)
+					return
+				}
+				select {
+				case <-resumed:
+				case <-ctx.Done():
+					t.Errorf("%s: nobody resumed", prompt)
+					return
+				}
+			}
+			equal(t, prompt, text, scripted(prompt, 150))
+		})
+	}
+	ended := make(chan struct{})
+	go func() { readers.Wait(); close(ended) }()
+	for numLosses := 0; ; numLosses++ {
+		select {
+		case <-ended:
+			if numLosses < 2 {
+				t.Errorf("only %d losses", numLosses)
+			}
+			return
+		case <-time.After(100 * time.Millisecond):
+		}
+		lose(t, p, session)
+		resume(t, session)
+		mu.Lock()
+		close(wait)
+		wait = make(chan struct{})
+		mu.Unlock()
+	}
+}
+
+func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
+	p := newProxy(t, serve(t).address)
+	session := open(t, dial(t, p.address, quickly))
+	ctx, cancel := context.WithCancel(context.Background())
+	stream, err := session.Start(ctx, greedy("hello"), vorrang.WithManualCredit(2))
+	if err != nil {
+		t.Fatal(err)
+	}
+	readTokens(t, stream, 2)
+	lose(t, p, session)
+	cancel()
+	resume(t, session)
+	equal(t, "reason", result(t, stream).Finished.Reason, vorrang.FinishCancelled)
+}
+
+func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
+	address := serve(t).address
+	p := newProxy(t, address)
+	first := open(t, dial(t, p.address, quickly))
+	stream := start(t, first, "hello", vorrang.WithRequestID("taken up"), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
+	text := readTokens(t, stream, 2)
+	lose(t, p, first)
+
+	second := open(t, dial(t, address), vorrang.WithSessionToken(first.Info().Token))
+	again, err := second.Attach(within(t), "taken up", stream.LastSequence(), vorrang.WithCredit(5))
+	if err != nil {
+		t.Fatal(err)
+	}
+	equal(t, "text", text+result(t, again).Text, scripted("hello", 40))
+	unknown, err := second.Attach(within(t), "nobody else", 3)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = unknown.Recv(within(t))
+	equal(t, "unknown", failure(t, err).Reason, vorrang.ReasonUnknownRequest)
+}
+
+func TestTheSameStartAgainMeansTheSameRequest(t *testing.T) {
+	client := dial(t, serve(t).address)
+	request := vorrang.Request{Prompt: "hello", Sampling: temperature(1)} // its seed is drawn once
+	options := []vorrang.RequestOption{vorrang.WithRequestID("same"), vorrang.WithMaxTokens(10)}
+	first := open(t, client)
+	stream, err := first.Start(context.Background(), request, options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := first.Start(context.Background(), request, options...); !errors.Is(err, vorrang.ReasonDuplicateRequestID) {
+		t.Errorf("alive twice: %v", err)
+	}
+	whole := result(t, stream)
+	again, err := open(t, client).Start(context.Background(), request, options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	equal(t, "seed", accepted(t, again).Seed, whole.Accepted.Seed)
+	equal(t, "text", result(t, again).Text, whole.Text)
+	request.Prompt = "another"
+	other, err := open(t, client).Start(context.Background(), request, options...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, err = other.Result(within(t))
+	equal(t, "another", failure(t, err).Reason, vorrang.ReasonDuplicateRequestID)
+}
+
+func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
+	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0.05").address)
+	session := open(t, dial(t, p.address, quickly))
+	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
+	readTokens(t, stream, 2)
+	lose(t, p, session)
+	time.Sleep(200 * time.Millisecond) // the grace is the server's
+	var err error
+	for err = session.Resume(within(t)); err != nil && failure(t, err).Retryable; err = session.Resume(within(t)) {
+		time.Sleep(20 * time.Millisecond)
+	}
+	equal(t, "resume", failure(t, err).Reason, vorrang.ReasonResumeOutOfRange)
+	_, err = stream.Recv(within(t))
+	equal(t, "stream", failure(t, err).Reason, vorrang.ReasonResumeOutOfRange)
+}
+
+func TestAServerWithoutGraceOffersNoResumption(t *testing.T) {
+	session := open(t, dial(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").address))
+	equal(t, "token", session.Info().Token, "")
+	if err := session.Resume(within(t)); err == nil {
+		t.Error("it was resumed")
+	}
+	othersGoOn(t, session)
+}
