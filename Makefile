@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto constraints
+.PHONY: help setup demo serve test test-deep test-go soak bench bench-model sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,6 +33,12 @@ test: $(STAMP) ## run the tests
 test-deep: $(STAMP) ## what `make test` leaves out for time
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 
+test-go: $(STAMP) ## the Go client's tests against this server, where Go is installed
+	@if command -v go > /dev/null; then \
+		cd clients/go && go vet ./... && \
+		go test -count=1 $$([ "$$(go env CGO_ENABLED)" = 1 ] && echo -race) ./...; \
+	else echo "Go is not installed: the Go client is not tested"; fi
+
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
@@ -50,13 +56,15 @@ check: $(STAMP) ## lint, types, borders, protos, generated code
 	$(BIN)/lint-imports
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
+	$(BIN)/python tools/protos.py check-go
 
 fmt: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix-only --quiet . || true
 	$(BIN)/ruff format .
 
-proto: $(STAMP) ## generate the Python stubs again
+proto: $(STAMP) ## generate the stubs again, those for Go where it is installed
 	$(BIN)/python tools/protos.py generate
+	$(BIN)/python tools/protos.py generate-go
 
 constraints: $(STAMP) ## write the exact versions of this environment to constraints.txt
 	$(BIN)/python tools/constraints.py

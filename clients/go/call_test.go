@@ -22,7 +22,7 @@ import (
 )
 
 func TestGenerateAnswersAtOnce(t *testing.T) {
-	client := dial(t, serve(t).address)
+	client := dial(t, serve(t).Address)
 	whole, err := client.Generate(within(t), greedy("hello"), vorrang.WithMaxTokens(9), vorrang.WithPriority(vorrang.Level(-3)))
 	if err != nil {
 		t.Fatal(err)
@@ -34,7 +34,7 @@ func TestGenerateAnswersAtOnce(t *testing.T) {
 }
 
 func TestGenerateStreamHasTheSameEvents(t *testing.T) {
-	client := dial(t, serve(t).address)
+	client := dial(t, serve(t).Address)
 	call, err := client.GenerateStream(within(t), vorrang.Request{
 		Messages: []vorrang.Message{{Role: "user", Content: "hello"}}, Sampling: temperature(0)}, vorrang.WithMaxTokens(9))
 	if err != nil {
@@ -50,7 +50,7 @@ func TestGenerateStreamHasTheSameEvents(t *testing.T) {
 }
 
 func TestTheEndOfACallIsTypedAndReachesTheServer(t *testing.T) {
-	client := dial(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.01", "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1").address)
+	client := dial(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.01", "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1").Address)
 	urgent := []vorrang.RequestOption{vorrang.WithPriority(vorrang.Level(-100)), vorrang.WithMaxTokens(2000)}
 	brief, cancel := context.WithTimeout(context.Background(), 100*time.Millisecond)
 	defer cancel()
@@ -80,7 +80,7 @@ func TestTheEndOfACallIsTypedAndReachesTheServer(t *testing.T) {
 }
 
 func TestErrorsOfTheServerAreTyped(t *testing.T) {
-	client := dial(t, serve(t, "VORRANG_SERVER__MAX_SESSION_REQUESTS=2").address)
+	client := dial(t, serve(t, "VORRANG_SERVER__MAX_SESSION_REQUESTS=2").Address)
 	_, err := client.Generate(within(t), vorrang.Request{Prompt: "hello", Sampling: temperature(-1)})
 	invalid := failure(t, err)
 	equal(t, "reason", invalid.Reason, vorrang.ReasonInvalidRequest)
@@ -139,7 +139,7 @@ func TestAServerThatIsNotThereIsATypedError(t *testing.T) {
 }
 
 func TestTheModelSaysWhatIsServed(t *testing.T) {
-	model, err := dial(t, serve(t).address).Model(within(t))
+	model, err := dial(t, serve(t).Address).Model(within(t))
 	if err != nil {
 		t.Fatal(err)
 	}

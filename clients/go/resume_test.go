@@ -51,7 +51,7 @@ func lose(t *testing.T, p *proxy, session *vorrang.Session) {
 }
 
 func TestALostSessionGoesOnWithoutGapOrRepetition(t *testing.T) {
-	p := newProxy(t, serve(t).address)
+	p := newProxy(t, serve(t).Address)
 	session := open(t, dial(t, p.address, quickly))
 	token := session.Info().Token
 	stream := start(t, session, "hello", vorrang.WithCredit(6), vorrang.WithMaxTokens(60))
@@ -92,7 +92,7 @@ func TestALostSessionGoesOnWithoutGapOrRepetition(t *testing.T) {
 }
 
 func TestManyStreamsSurviveManyLosses(t *testing.T) {
-	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").address)
+	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").Address)
 	session := open(t, dial(t, p.address, quickly))
 	const numStreams = 30
 	var readers sync.WaitGroup
@@ -153,7 +153,7 @@ func TestManyStreamsSurviveManyLosses(t *testing.T) {
 }
 
 func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
-	p := newProxy(t, serve(t).address)
+	p := newProxy(t, serve(t).Address)
 	session := open(t, dial(t, p.address, quickly))
 	ctx, cancel := context.WithCancel(context.Background())
 	stream, err := session.Start(ctx, greedy("hello"), vorrang.WithManualCredit(2))
@@ -168,7 +168,7 @@ func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
 }
 
 func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
-	address := serve(t).address
+	address := serve(t).Address
 	p := newProxy(t, address)
 	first := open(t, dial(t, p.address, quickly))
 	stream := start(t, first, "hello", vorrang.WithRequestID("taken up"), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
@@ -190,7 +190,7 @@ func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
 }
 
 func TestTheSameStartAgainMeansTheSameRequest(t *testing.T) {
-	client := dial(t, serve(t).address)
+	client := dial(t, serve(t).Address)
 	request := vorrang.Request{Prompt: "hello", Sampling: temperature(1)} // its seed is drawn once
 	options := []vorrang.RequestOption{vorrang.WithRequestID("same"), vorrang.WithMaxTokens(10)}
 	first := open(t, client)
@@ -218,7 +218,7 @@ func TestTheSameStartAgainMeansTheSameRequest(t *testing.T) {
 }
 
 func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
-	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0.05").address)
+	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0.05").Address)
 	session := open(t, dial(t, p.address, quickly))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
 	readTokens(t, stream, 2)
@@ -234,7 +234,7 @@ func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
 }
 
 func TestAServerWithoutGraceOffersNoResumption(t *testing.T) {
-	session := open(t, dial(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").address))
+	session := open(t, dial(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").Address))
 	equal(t, "token", session.Info().Token, "")
 	if err := session.Resume(within(t)); err == nil {
 		t.Error("it was resumed")

@@ -4,132 +4,34 @@ import (
 	"bufio"
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"os"
-	"os/exec"
-	"path/filepath"
-	"regexp"
-	"strings"
 	"sync"
-	"syscall"
 	"testing"
 	"time"
 
 	vorrang "github.com/vorrang/vorrang/clients/go"
+	"github.com/vorrang/vorrang/clients/go/internal/testserver"
 )
 
 // patience bounds every wait of a test; nothing is timed by it.
 const patience = 30 * time.Second
 
-var (
-	readyLine    = regexp.MustCompile(`^ready on (\S+:\d+): `)
-	sharedServer = sync.OnceValues(func() (*server, error) { return launch() })
-)
-
-// server is a real one, as a process of its own.
-type server struct {
-	address string
-	process *exec.Cmd
-	ended   chan struct{}
-}
+var sharedServer, endSharedServer = testserver.Shared()
 
 func TestMain(m *testing.M) {
 	code := m.Run()
-	if started, err := sharedServer(); err == nil {
-		started.kill()
-	}
+	endSharedServer()
 	os.Exit(code)
 }
 
-// python is the interpreter that has the server, or why there is none.
-func python() (string, error) {
-	path := os.Getenv("VORRANG_PYTHON")
-	if path == "" {
-		path = "../../.venv/bin/python"
-	}
-	path, err := filepath.Abs(path)
-	if err == nil {
-		_, err = os.Stat(path)
-	}
-	if err != nil {
-		return "", fmt.Errorf("no server to test with, `make setup` or VORRANG_PYTHON gives one: %w", err)
-	}
-	return path, nil
-}
-
-// launch starts a server with the scripted model; settings are "KEY=value" for the environment.
-func launch(settings ...string) (*server, error) {
-	interpreter, err := python()
-	if err != nil {
-		return nil, err
-	}
-	root, err := filepath.Abs("../..")
-	if err != nil {
-		return nil, err
-	}
-	process := exec.Command(interpreter, "-m", "server.cli", "serve")
-	process.Dir = root
-	for _, variable := range os.Environ() {
-		if !strings.HasPrefix(variable, "VORRANG_") {
-			process.Env = append(process.Env, variable)
-		}
-	}
-	process.Env = append(process.Env,
-		"PYTHONPATH="+root+":"+filepath.Join(root, "protos"),
-		"VORRANG_SERVER__LISTEN=127.0.0.1:0", "VORRANG_MODEL__PATH=scripted", "VORRANG_ENGINE__RUNNER=inline",
-		"VORRANG_LOG__LEVEL=warning",
-	)
-	process.Env = append(process.Env, settings...)
-	process.Stderr = os.Stderr
-	output, err := process.StdoutPipe()
-	if err != nil {
-		return nil, err
-	}
-	if err := process.Start(); err != nil {
-		return nil, err
-	}
-	line, _ := bufio.NewReader(output).ReadString('\n')
-	started := &server{process: process, ended: make(chan struct{})}
-	go func() {
-		_ = process.Wait()
-		close(started.ended)
-	}()
-	match := readyLine.FindStringSubmatch(line)
-	if match == nil {
-		started.kill()
-		return nil, fmt.Errorf("the server did not become ready: %q", line)
-	}
-	started.address = match[1]
-	return started, nil
-}
-
-func (s *server) kill() {
-	_ = s.process.Process.Kill()
-	<-s.ended
-}
-
-func (s *server) terminate() { _ = s.process.Process.Signal(syscall.SIGTERM) }
-
 // serve is a server with settings of its own, or the shared one when there are none.
-func serve(t *testing.T, settings ...string) *server {
+func serve(t *testing.T, settings ...string) *testserver.Server {
 	t.Helper()
-	if _, err := python(); err != nil {
-		t.Skip(err)
-	}
 	if len(settings) == 0 {
-		started, err := sharedServer()
-		if err != nil {
-			t.Fatal(err)
-		}
-		return started
+		return sharedServer(t)
 	}
-	started, err := launch(settings...)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(started.kill)
-	return started
+	return testserver.Start(t, settings...)
 }
 
 // within is a context that ends with the test's patience.
@@ -174,18 +76,7 @@ func greedy(prompt string) vorrang.Request {
 	return vorrang.Request{Prompt: prompt, Sampling: temperature(0)}
 }
 
-// scripted is what the scripted model says; see engine/runner/scripted.py.
-func scripted(prompt string, numTokens int) string {
-	ids := []byte(prompt)
-	for range numTokens {
-		sum := 7 * len(ids)
-		for position, id := range ids {
-			sum += (position + 1) * int(id)
-		}
-		ids = append(ids, byte(32+sum%95))
-	}
-	return string(ids[len(prompt):])
-}
+func scripted(prompt string, numTokens int) string { return testserver.Scripted(prompt, numTokens) }
 
 // until reads events up to one that satisfies the condition, and returns the text on the way.
 func until(t *testing.T, stream *vorrang.Stream, condition func(vorrang.Event, string) bool) string {

@@ -21,7 +21,7 @@ func temperature(value float32) *vorrangv1.SamplingParams {
 }
 
 func TestARequestStreamsItsEventsToTheEnd(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	stream := start(t, session, "hello", vorrang.WithMaxTokens(12))
 	var kinds []string
 	var text string
@@ -54,7 +54,7 @@ func TestARequestStreamsItsEventsToTheEnd(t *testing.T) {
 }
 
 func TestCancelEndsARequestWithWhatItHas(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(3), vorrang.WithMaxTokens(500))
 	readTokens(t, stream, 3)
 	for range 3 {
@@ -69,7 +69,7 @@ func TestCancelEndsARequestWithWhatItHas(t *testing.T) {
 }
 
 func TestTheEndOfAContextCancelsOnTheServer(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	ctx, cancel := context.WithCancel(context.Background())
 	stream, err := session.Start(ctx, greedy("hello"), vorrang.WithManualCredit(3))
 	if err != nil {
@@ -84,7 +84,7 @@ func TestTheEndOfAContextCancelsOnTheServer(t *testing.T) {
 }
 
 func TestPriorityIsEchoed(t *testing.T) {
-	session := open(t, dial(t, serve(t).address), vorrang.WithDefaultPriority(vorrang.Level(7)))
+	session := open(t, dial(t, serve(t).Address), vorrang.WithDefaultPriority(vorrang.Level(7)))
 	equal(t, "session", session.Info().DefaultLevel, 7)
 	for _, given := range []struct {
 		options []vorrang.RequestOption
@@ -111,14 +111,14 @@ func TestPriorityIsCappedByTheServer(t *testing.T) {
 }
 
 func TestAPolicyWithoutPrioritiesSaysSo(t *testing.T) {
-	session := open(t, dial(t, serve(t, "VORRANG_SCHEDULER__POLICY=fcfs").address))
+	session := open(t, dial(t, serve(t, "VORRANG_SCHEDULER__POLICY=fcfs").Address))
 	equal(t, "policy", session.Info().Policy, "fcfs")
 	equal(t, "ignored", accepted(t, start(t, session, "hello", vorrang.WithPriority(vorrang.Batch))).PriorityIgnored, true)
 }
 
 func TestReprioritizeIsAcknowledgedAndLetsAWaitingRequestOvertake(t *testing.T) {
 	session := open(t, dial(t, serve(t,
-		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").address))
+		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").Address))
 	first := start(t, session, "first", vorrang.WithPriority(vorrang.Level(-50)), vorrang.WithMaxTokens(100))
 	readTokens(t, first, 1)
 	second := start(t, session, "second", vorrang.WithMaxTokens(50))
@@ -153,7 +153,7 @@ func TestReprioritizeIsAcknowledgedAndLetsAWaitingRequestOvertake(t *testing.T) 
 
 func TestAnUrgentRequestPreemptsVisibly(t *testing.T) {
 	session := open(t, dial(t, serve(t,
-		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").address))
+		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").Address))
 	report := start(t, session, "a long report", vorrang.WithPriority(vorrang.Batch), vorrang.WithMaxTokens(200))
 	text := readTokens(t, report, 3)
 	question := start(t, session, "a question", vorrang.WithPriority(vorrang.Interactive), vorrang.WithMaxTokens(5))
@@ -173,7 +173,7 @@ func TestAnUrgentRequestPreemptsVisibly(t *testing.T) {
 }
 
 func TestChangesOfPriorityThatComeTooOftenSayWhenToComeBack(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(0))
 	accepted(t, stream)
 	numChanged := 0
@@ -201,7 +201,7 @@ func TestChangesOfPriorityThatComeTooOftenSayWhenToComeBack(t *testing.T) {
 }
 
 func TestASlowReaderIsBoundedByItsCreditAndHoldsNobodyUp(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	slow := start(t, session, "slow", vorrang.WithCredit(8), vorrang.WithMaxTokens(300))
 	othersGoOn(t, session)
 	othersGoOn(t, session)
@@ -228,7 +228,7 @@ func TestASlowReaderIsBoundedByItsCreditAndHoldsNobodyUp(t *testing.T) {
 }
 
 func TestCreditByHand(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2), vorrang.WithMaxTokens(9))
 	equal(t, "first", readTokens(t, stream, 2), scripted("hello", 2))
 	othersGoOn(t, session)
@@ -246,7 +246,7 @@ func TestCreditByHand(t *testing.T) {
 }
 
 func TestAReaderThatStaysAwayFails(t *testing.T) {
-	session := open(t, dial(t, serve(t, "VORRANG_SESSION__SLOW_CLIENT_TIMEOUT_S=0.2").address))
+	session := open(t, dial(t, serve(t, "VORRANG_SESSION__SLOW_CLIENT_TIMEOUT_S=0.2").Address))
 	_, err := start(t, session, "hello", vorrang.WithManualCredit(2)).Result(within(t))
 	slow := failure(t, err)
 	equal(t, "reason", slow.Reason, vorrang.ReasonSlowConsumer)
@@ -256,7 +256,7 @@ func TestAReaderThatStaysAwayFails(t *testing.T) {
 }
 
 func TestAPauseHoldsARequest(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2), vorrang.WithMaxTokens(8))
 	text := readTokens(t, stream, 2)
 	for _, command := range []func() error{
@@ -280,7 +280,7 @@ func TestAPauseHoldsARequest(t *testing.T) {
 }
 
 func TestBudgetsAndDeadlines(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	total := start(t, session, "hello", vorrang.WithManualCredit(3), vorrang.WithTotalTimeout(100*time.Millisecond))
 	ended := result(t, total)
 	equal(t, "total", ended.Finished.Reason, vorrang.FinishTimeLimit)
@@ -301,7 +301,7 @@ func TestBudgetsAndDeadlines(t *testing.T) {
 }
 
 func TestManyStreamsOnOneSession(t *testing.T) {
-	session := open(t, dial(t, serve(t).address))
+	session := open(t, dial(t, serve(t).Address))
 	const numStreams = 200
 	stalled := start(t, session, "stalled", vorrang.WithCredit(4), vorrang.WithPriority(vorrang.Interactive))
 	var group sync.WaitGroup
@@ -330,12 +330,12 @@ func TestManyStreamsOnOneSession(t *testing.T) {
 
 func TestADrainIsAnnouncedAndLetsRunningRequestsEnd(t *testing.T) {
 	drained := serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.005", "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1")
-	session := open(t, dial(t, drained.address))
+	session := open(t, dial(t, drained.Address))
 	running := start(t, session, "running", vorrang.WithMaxTokens(100), vorrang.WithPriority(vorrang.Interactive))
 	text := readTokens(t, running, 1)
 	waiting := start(t, session, "waiting")
 	accepted(t, waiting)
-	drained.terminate()
+	drained.Terminate()
 	select {
 	case <-session.GoingAway():
 	case <-time.After(patience):
@@ -364,7 +364,7 @@ func TestADrainIsAnnouncedAndLetsRunningRequestsEnd(t *testing.T) {
 }
 
 func TestNothingIsLeftBehind(t *testing.T) {
-	address := serve(t).address
+	address := serve(t).Address
 	before := goleak.IgnoreCurrent()
 	for _, leave := range []func(*vorrang.Session, context.CancelFunc){
 		func(session *vorrang.Session, _ context.CancelFunc) { _ = session.Close() },
@@ -412,7 +412,7 @@ func TestNothingIsLeftBehind(t *testing.T) {
 }
 
 func TestClosingASessionCancelsItsRequestsAtOnce(t *testing.T) {
-	client := dial(t, serve(t, "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").address)
+	client := dial(t, serve(t, "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002").Address)
 	session := open(t, client)
 	urgent := start(t, session, "hello", vorrang.WithPriority(vorrang.Level(-100)), vorrang.WithMaxTokens(2000))
 	readTokens(t, urgent, 1)

@@ -82,6 +82,7 @@ type conversation struct {
 	temperature   float32
 	view          *view
 	session       *vorrang.Session
+	leaving       bool
 }
 
 func (c *conversation) run(address string, options []vorrang.DialOption, input io.Reader) error {
@@ -131,7 +132,7 @@ func (c *conversation) converse(lines <-chan string) error {
 		case strings.HasPrefix(command, "/"):
 			c.view.say(help)
 		default:
-			if err := c.ask(line, lines); err != nil {
+			if err := c.ask(line, lines); err != nil || c.leaving {
 				return err
 			}
 		}
@@ -232,10 +233,17 @@ func (c *conversation) steer(ctx context.Context, stream *vorrang.Stream, lines 
 					c.priority = priority
 				}
 			case "/pause":
-				err = stream.Pause(ctx)
+				if err = stream.Pause(ctx); err == nil {
+					c.view.state("paused")
+				}
 			case "/unpause":
-				err = stream.Unpause(ctx)
-			case "/stop", "/quit":
+				if err = stream.Unpause(ctx); err == nil {
+					c.view.state("going on")
+				}
+			case "/stop":
+				err = stream.Cancel(ctx)
+			case "/quit":
+				c.leaving = true
 				err = stream.Cancel(ctx)
 			default:
 				c.view.say(help)
