@@ -10,6 +10,7 @@ import (
 
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
+	"google.golang.org/grpc/codes"
 
 	vorrang "github.com/vorrang/vorrang/clients/go"
 )
@@ -19,23 +20,10 @@ var quickly = vorrang.WithGRPC(grpc.WithConnectParams(grpc.ConnectParams{
 	Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.5, MaxDelay: 100 * time.Millisecond},
 }))
 
-// resume takes a session up, trying again while the server can't be reached.
 func resume(t *testing.T, session *vorrang.Session) {
 	t.Helper()
-	ctx := within(t)
-	for {
-		err := session.Resume(ctx)
-		if err == nil {
-			return
-		}
-		if !failure(t, err).Retryable {
-			t.Fatal(err)
-		}
-		select {
-		case <-ctx.Done():
-			t.Fatal(err)
-		case <-time.After(20 * time.Millisecond):
-		}
+	if err := session.Resume(within(t)); err != nil {
+		t.Fatal(err)
 	}
 }
 
@@ -91,64 +79,98 @@ func TestALostSessionGoesOnWithoutGapOrRepetition(t *testing.T) {
 	othersGoOn(t, session)
 }
 
-func TestManyStreamsSurviveManyLosses(t *testing.T) {
-	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").Address)
-	session := open(t, dial(t, p.address, quickly))
-	const numStreams = 30
-	var readers sync.WaitGroup
-	var wait = make(chan struct{}) // closed and made anew by every resumption
-	var mu sync.Mutex
-	for number := range numStreams {
-		prompt := fmt.Sprint("request ", number)
-		stream := start(t, session, prompt, vorrang.WithCredit(uint32(1+number%9)), vorrang.WithMaxTokens(150))
-		readers.Go(func() {
-			text, ctx := "", within(t)
-			for {
-				mu.Lock()
-				resumed := wait
-				mu.Unlock()
-				whole, err := text, error(nil)
-				for event, failed := range stream.Events(ctx) {
-					err = failed
-					if delta, ok := event.(vorrang.Delta); ok {
-						whole += delta.Text
-					}
-				}
-				text = whole
-				if err == nil {
-					break
-				}
-				if !errors.Is(err, vorrang.ErrDisconnected) {
-					t.Errorf("%s: %v", prompt, err)
-					return
-				}
-				select {
-				case <-resumed:
-				case <-ctx.Done():
-					t.Errorf("%s: nobody resumed", prompt)
-					return
+// survivor is a session whose losses its users sit out.
+type survivor struct {
+	*vorrang.Session
+	mu      sync.Mutex
+	resumed chan struct{} // closed and made anew by every resumption
+}
+
+func (s *survivor) nextResumption() <-chan struct{} {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.resumed
+}
+
+func (s *survivor) wasResumed() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	close(s.resumed)
+	s.resumed = make(chan struct{})
+}
+
+// through does something again after every resumption until it does not fail for a loss.
+func (s *survivor) through(ctx context.Context, do func() error) error {
+	for {
+		resumed := s.nextResumption()
+		err := do()
+		if !errors.Is(err, vorrang.ErrDisconnected) {
+			return err
+		}
+		select {
+		case <-resumed:
+		case <-ctx.Done():
+			return errors.Join(ctx.Err(), err)
+		}
+	}
+}
+
+// run starts a request, reads all of it and changes its priority on the way.
+func (s *survivor) run(ctx context.Context, prompt string, options ...vorrang.RequestOption) (string, error) {
+	var stream *vorrang.Stream
+	if err := s.through(ctx, func() (err error) {
+		stream, err = s.Start(context.Background(), greedy(prompt), options...)
+		return err
+	}); err != nil {
+		return "", fmt.Errorf("start: %w", err)
+	}
+	text := ""
+	err := s.through(ctx, func() (err error) {
+		for event, failed := range stream.Events(ctx) {
+			err = failed
+			if delta, ok := event.(vorrang.Delta); ok {
+				if text += delta.Text; len(text) > 50 && len(text) < 60 {
+					_, _ = stream.Reprioritize(ctx, vorrang.Level(len(text)-50)) // may be lost, or too late
 				}
 			}
-			equal(t, prompt, text, scripted(prompt, 150))
+		}
+		return err
+	})
+	return text, err
+}
+
+func TestManyStreamsSurviveManyLosses(t *testing.T) {
+	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").Address)
+	session := &survivor{Session: open(t, dial(t, p.address, quickly)), resumed: make(chan struct{})}
+	var users sync.WaitGroup
+	for user := range 16 {
+		users.Go(func() {
+			for number := range 6 {
+				prompt := fmt.Sprintf("request %d of %d", number, user)
+				text, err := session.run(within(t), prompt,
+					vorrang.WithCredit(uint32(1+user)), vorrang.WithMaxTokens(uint32(20+10*user)))
+				if err != nil {
+					t.Errorf("%s: %v", prompt, err)
+				}
+				equal(t, prompt, text, scripted(prompt, 20+10*user))
+			}
 		})
 	}
 	ended := make(chan struct{})
-	go func() { readers.Wait(); close(ended) }()
+	go func() { users.Wait(); close(ended) }()
 	for numLosses := 0; ; numLosses++ {
 		select {
 		case <-ended:
 			if numLosses < 2 {
 				t.Errorf("only %d losses", numLosses)
 			}
+			t.Logf("%d losses", numLosses)
 			return
-		case <-time.After(100 * time.Millisecond):
+		case <-time.After(50 * time.Millisecond):
 		}
-		lose(t, p, session)
-		resume(t, session)
-		mu.Lock()
-		close(wait)
-		wait = make(chan struct{})
-		mu.Unlock()
+		lose(t, p, session.Session)
+		resume(t, session.Session)
+		session.wasResumed()
 	}
 }
 
@@ -224,13 +246,32 @@ func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
 	readTokens(t, stream, 2)
 	lose(t, p, session)
 	time.Sleep(200 * time.Millisecond) // the grace is the server's
-	var err error
-	for err = session.Resume(within(t)); err != nil && failure(t, err).Retryable; err = session.Resume(within(t)) {
-		time.Sleep(20 * time.Millisecond)
-	}
-	equal(t, "resume", failure(t, err).Reason, vorrang.ReasonResumeOutOfRange)
-	_, err = stream.Recv(within(t))
+	equal(t, "resume", failure(t, session.Resume(within(t))).Reason, vorrang.ReasonResumeOutOfRange)
+	_, err := stream.Recv(within(t))
 	equal(t, "stream", failure(t, err).Reason, vorrang.ReasonResumeOutOfRange)
+}
+
+func TestResumingAServerThatIsGoneEndsWithTheContext(t *testing.T) {
+	doomed := serve(t, "VORRANG_SERVER__GRACE_S=1")
+	session := open(t, dial(t, doomed.Address, quickly))
+	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
+	text := readTokens(t, stream, 1)
+	doomed.Kill()
+	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
+	defer cancel()
+	err := session.Resume(ctx)
+	equal(t, "ended", errors.Is(err, context.DeadlineExceeded), true)
+	equal(t, "code", failure(t, err).Code, codes.Unavailable)
+	for event, failed := range stream.Events(within(t)) {
+		err = failed
+		if delta, ok := event.(vorrang.Delta); ok {
+			text += delta.Text
+		}
+	}
+	equal(t, "disconnected", errors.Is(err, vorrang.ErrDisconnected), true)
+	if want := scripted("hello", 2); text != want[:len(text)] {
+		t.Errorf("got %q, want the beginning of %q", text, want)
+	}
 }
 
 func TestAServerWithoutGraceOffersNoResumption(t *testing.T) {

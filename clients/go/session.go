@@ -18,62 +18,11 @@ import (
 )
 
 const (
-	protocolRevision = 1
-	defaultName      = "vorrang-go"
 	// closeWait is how long Close waits for the server to acknowledge; then it cuts the stream.
 	closeWait = time.Second
+	// resumeWait lies between two attempts to resume, unless the server says how long to wait.
+	resumeWait = 200 * time.Millisecond
 )
-
-// SessionOption says how a session is to be opened.
-type SessionOption func(*sessionSettings)
-
-type sessionSettings struct {
-	open       *vorrangv1.OpenCommand
-	onRejected func(requestID, command string, err *Error)
-}
-
-// WithClientName names the program in the server's logs; at most 128 bytes.
-func WithClientName(name string) SessionOption {
-	return func(s *sessionSettings) { s.open.ClientName = name }
-}
-
-// WithDefaultPriority is the priority of requests that have none of their own.
-func WithDefaultPriority(priority Priority) SessionOption {
-	return func(s *sessionSettings) { s.open.DefaultPriority = priority.wire() }
-}
-
-// WithDefaultCredit is the credit of requests that have none of their own; see [WithCredit].
-func WithDefaultCredit(tokens uint32) SessionOption {
-	return func(s *sessionSettings) { s.open.DefaultCreditTokens = proto.Uint32(tokens) }
-}
-
-// WithSessionToken takes up a session that another process, or another [Client], has lost. Its requests are
-// cancelled after the server's grace unless [Session.Attach] takes them up one by one.
-func WithSessionToken(token string) SessionOption {
-	return func(s *sessionSettings) { s.open.ResumeSessionToken = token }
-}
-
-// WithRejectionHandler is told of commands that the server did not obey and whose caller no longer waits: pauses and
-// credit for requests it does not know. It is called between frames and must not block.
-func WithRejectionHandler(handler func(requestID, command string, err *Error)) SessionOption {
-	return func(s *sessionSettings) { s.onRejected = handler }
-}
-
-// SessionInfo is what the server said when the session was opened.
-type SessionInfo struct {
-	// Token names the session when it must be resumed; empty = the server does not offer that.
-	Token string
-	// Limits of the server.
-	Limits *vorrangv1.Limits
-	// DefaultLevel of requests that carry no priority of their own.
-	DefaultLevel int
-	// DefaultCredit of requests that have none of their own, in tokens; 0 = the server does not enforce credit.
-	DefaultCredit uint32
-	// Policy in force: "priority", "fcfs", ...
-	Policy string
-	// ServerVersion of the server program.
-	ServerVersion string
-}
 
 // Session is one bidirectional stream that carries many requests. It is safe for use by many goroutines.
 //
@@ -99,10 +48,7 @@ type Session struct {
 
 // Session opens a session and waits for the server's answer. The end of ctx closes it; see [Session.Close].
 func (c *Client) Session(ctx context.Context, options ...SessionOption) (*Session, error) {
-	settings := sessionSettings{open: &vorrangv1.OpenCommand{ClientName: defaultName, Revision: protocolRevision}}
-	for _, option := range options {
-		option(&settings)
-	}
+	settings := newSessionSettings(options)
 	s := &Session{
 		stub:      c.stub,
 		values:    context.WithoutCancel(ctx),
@@ -212,7 +158,7 @@ func (s *Session) begin(
 }
 
 // Resume takes up a session that has lost its gRPC stream, with all its requests: readers go on without a gap or a
-// repetition. It may be called again after an error.
+// repetition. It tries until the server can be reached, or ctx ends.
 //
 // The error is of [ReasonResumeOutOfRange] when the server does not hold the session any more; its requests are lost
 // then. A single request whose events are no longer held fails alone.
@@ -223,6 +169,21 @@ func (s *Session) Resume(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	for {
+		err := s.resumeOnce(ctx)
+		var answer *Error
+		if !errors.As(err, &answer) || !answer.Retryable {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%w; before that: %w", ctx.Err(), err)
+		case <-time.After(max(answer.RetryAfter, resumeWait)):
+		}
+	}
+}
+
+func (s *Session) resumeOnce(ctx context.Context) error {
 	token := s.Info().Token
 	if token == "" {
 		return &Error{Code: codes.FailedPrecondition, Message: "the server does not offer to resume sessions"}
@@ -329,17 +290,6 @@ func (s *Session) open(ctx context.Context, token string) (*link, SessionInfo, e
 		return nil, SessionInfo{}, answer.err
 	}
 	return link, decodeOpened(answer.event), nil
-}
-
-func decodeOpened(opened *vorrangv1.OpenedEvent) SessionInfo {
-	return SessionInfo{
-		Token:         opened.GetSessionToken(),
-		Limits:        opened.GetLimits(),
-		DefaultLevel:  int(opened.GetDefaultLevel()),
-		DefaultCredit: opened.GetDefaultCreditTokens(),
-		Policy:        opened.GetPolicy(),
-		ServerVersion: opened.GetServerVersion(),
-	}
 }
 
 // What the receiving goroutine does.

@@ -200,18 +200,7 @@ func (c *conversation) follow(stream *vorrang.Stream) (string, error) {
 func (c *conversation) resume() error {
 	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
 	defer cancel()
-	for {
-		err := c.session.Resume(ctx)
-		var answer *vorrang.Error
-		if !errors.As(err, &answer) || !answer.Retryable {
-			return err
-		}
-		select {
-		case <-ctx.Done():
-			return err
-		case <-time.After(max(answer.RetryAfter, 200*time.Millisecond)):
-		}
-	}
+	return c.session.Resume(ctx)
 }
 
 // steer obeys what is typed while an answer is made, until ctx ends.
