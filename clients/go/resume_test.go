@@ -8,6 +8,7 @@ import (
 	"testing"
 	"time"
 
+	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
@@ -275,10 +276,73 @@ func TestResumingAServerThatIsGoneEndsWithTheContext(t *testing.T) {
 }
 
 func TestAServerWithoutGraceOffersNoResumption(t *testing.T) {
-	session := open(t, dial(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").Address))
+	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").Address)
+	session := open(t, dial(t, p.address, quickly))
 	equal(t, "token", session.Info().Token, "")
-	if err := session.Resume(within(t)); err == nil {
-		t.Error("it was resumed")
+	if err := session.Resume(within(t)); err != nil {
+		t.Errorf("nothing is lost: %v", err)
 	}
-	othersGoOn(t, session)
+	lose(t, p, session)
+	equal(t, "code", failure(t, session.Resume(within(t))).Code, codes.FailedPrecondition)
+}
+
+func TestWithAutoResumeNobodySeesALoss(t *testing.T) {
+	server := serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001")
+	before := goleak.IgnoreCurrent()
+	p := newProxy(t, server.Address)
+	client := dial(t, p.address, quickly)
+	session := open(t, client, vorrang.WithAutoResume(patience))
+	var users sync.WaitGroup
+	for user := range 16 {
+		users.Go(func() {
+			for number := range 6 {
+				prompt := fmt.Sprintf("request %d of %d", number, user)
+				stream, err := session.Start(context.Background(), greedy(prompt),
+					vorrang.WithCredit(uint32(1+user)), vorrang.WithMaxTokens(uint32(20+10*user)))
+				if err != nil {
+					t.Errorf("%s: %v", prompt, err)
+					continue
+				}
+				whole, err := stream.Result(within(t))
+				if err != nil {
+					t.Errorf("%s: %v", prompt, err)
+					continue
+				}
+				equal(t, prompt, whole.Text, scripted(prompt, 20+10*user))
+			}
+		})
+	}
+	ended := make(chan struct{})
+	go func() { users.Wait(); close(ended) }()
+	numLosses := 0
+	for running := true; running; numLosses++ {
+		select {
+		case <-ended:
+			running = false
+		case <-time.After(50 * time.Millisecond):
+			p.cut()
+		}
+	}
+	if numLosses < 3 {
+		t.Errorf("only %d losses", numLosses)
+	}
+	p.cut() // closing in the middle of a resumption leaves nothing behind either
+	_ = session.Close()
+	_ = client.Close()
+	p.close()
+	goleak.VerifyNone(t, before)
+}
+
+func TestAutoResumeGivesUpWhenItsPatienceEnds(t *testing.T) {
+	doomed := serve(t, "VORRANG_SERVER__GRACE_S=1")
+	session := open(t, dial(t, doomed.Address, quickly), vorrang.WithAutoResume(300*time.Millisecond))
+	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
+	readTokens(t, stream, 2)
+	doomed.Kill()
+	if _, err := stream.Recv(within(t)); !errors.Is(err, vorrang.ErrDisconnected) {
+		t.Errorf("a reader: %v", err)
+	}
+	if _, err := session.Start(within(t), greedy("hello")); !errors.Is(err, vorrang.ErrDisconnected) {
+		t.Errorf("a start: %v", err)
+	}
 }

@@ -1,9 +1,9 @@
 package vorrang_test
 
 import (
-	"bufio"
 	"context"
 	"errors"
+	"io"
 	"net"
 	"os"
 	"sync"
@@ -155,7 +155,8 @@ type proxy struct {
 	address string
 	mu      sync.Mutex
 	open    []net.Conn
-	refuse  bool
+	copies  sync.WaitGroup
+	close   func()
 }
 
 func newProxy(t *testing.T, target string) *proxy {
@@ -165,11 +166,7 @@ func newProxy(t *testing.T, target string) *proxy {
 		t.Fatal(err)
 	}
 	p := &proxy{address: listener.Addr().String()}
-	t.Cleanup(func() {
-		_ = listener.Close()
-		p.cut()
-	})
-	go func() {
+	p.copies.Go(func() {
 		for {
 			client, err := listener.Accept()
 			if err != nil {
@@ -177,7 +174,13 @@ func newProxy(t *testing.T, target string) *proxy {
 			}
 			p.join(client, target)
 		}
-	}()
+	})
+	p.close = sync.OnceFunc(func() {
+		_ = listener.Close()
+		p.cut()
+		p.copies.Wait()
+	})
+	t.Cleanup(p.close)
 	return p
 }
 
@@ -185,13 +188,19 @@ func (p *proxy) join(client net.Conn, target string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	upstream, err := net.Dial("tcp", target)
-	if err != nil || p.refuse {
+	if err != nil {
 		_ = client.Close()
 		return
 	}
 	p.open = append(p.open, client, upstream)
-	go func() { _, _ = bufio.NewReader(client).WriteTo(upstream) }()
-	go func() { _, _ = bufio.NewReader(upstream).WriteTo(client) }()
+	p.copies.Go(func() { p.copy(upstream, client) })
+	p.copies.Go(func() { p.copy(client, upstream) })
+}
+
+// copy passes bytes on; the end of one side is the end of both.
+func (p *proxy) copy(to, from net.Conn) {
+	_, _ = io.Copy(to, from)
+	_, _ = to.Close(), from.Close()
 }
 
 // cut breaks every connection.

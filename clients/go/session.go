@@ -26,11 +26,15 @@ const (
 
 // Session is one bidirectional stream that carries many requests. It is safe for use by many goroutines.
 //
-// It has two goroutines, one that sends and one that receives, and neither waits for whoever reads a [Stream].
+// It has two goroutines, one that sends and one that receives, and neither waits for whoever reads a [Stream]. With
+// [WithAutoResume] there is one more while it has no gRPC stream.
 type Session struct {
 	stub     vorrangv1.GenerationServiceClient
 	settings sessionSettings
 	values   context.Context // the caller's, without its end
+	life     context.Context // ends when the session is closed
+	end      context.CancelFunc
+	helpers  sync.WaitGroup // goroutines that resume
 	closing  sync.Once
 
 	resuming  chan struct{} // holds one token while somebody resumes
@@ -57,8 +61,10 @@ func (c *Client) Session(ctx context.Context, options ...SessionOption) (*Sessio
 		streams:   map[string]*Stream{},
 		goingAway: make(chan struct{}),
 	}
+	s.life, s.end = context.WithCancel(s.values)
 	link, info, err := s.open(ctx, settings.open.GetResumeSessionToken())
 	if err != nil {
+		s.end()
 		return nil, err
 	}
 	s.mu.Lock()
@@ -106,7 +112,14 @@ func (s *Session) Start(ctx context.Context, request Request, options ...Request
 		settings.id = rand.Text()
 	}
 	start := &vorrangv1.StartCommand{RequestId: settings.id, Spec: settings.spec}
-	return s.begin(ctx, settings, start, 0)
+	stream, err := s.begin(ctx, settings, start, 0)
+	for s.settings.patience > 0 && errors.Is(err, ErrDisconnected) {
+		if resumed := s.resumeWithin(ctx); resumed != nil {
+			return nil, err
+		}
+		stream, err = s.begin(ctx, settings, start, 0)
+	}
+	return stream, err
 }
 
 // Attach takes up a request that was started elsewhere, in a session opened with [WithSessionToken].
@@ -150,7 +163,7 @@ func (s *Session) begin(
 	}
 	select {
 	case <-stream.link.done: // it may have ended before this stream was known
-		stream.disconnect(stream.link)
+		stream.disconnect(stream.link, s.settings.patience > 0)
 	default:
 	}
 	stream.follow(ctx)
@@ -158,7 +171,7 @@ func (s *Session) begin(
 }
 
 // Resume takes up a session that has lost its gRPC stream, with all its requests: readers go on without a gap or a
-// repetition. It tries until the server can be reached, or ctx ends.
+// repetition. It tries until the server can be reached, or ctx ends. Harmless when nothing is lost.
 //
 // The error is of [ReasonResumeOutOfRange] when the server does not hold the session any more; its requests are lost
 // then. A single request whose events are no longer held fails alone.
@@ -170,6 +183,11 @@ func (s *Session) Resume(ctx context.Context) error {
 		return ctx.Err()
 	}
 	for {
+		select {
+		case <-s.current().done:
+		default:
+			return nil
+		}
 		err := s.resumeOnce(ctx)
 		var answer *Error
 		if !errors.As(err, &answer) || !answer.Retryable {
@@ -181,6 +199,15 @@ func (s *Session) Resume(ctx context.Context) error {
 		case <-time.After(max(answer.RetryAfter, resumeWait)):
 		}
 	}
+}
+
+// resumeWithin resumes as long as the session's patience lasts.
+func (s *Session) resumeWithin(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, s.settings.patience)
+	defer cancel()
+	stop := context.AfterFunc(s.life, cancel)
+	defer stop()
+	return s.Resume(ctx)
 }
 
 func (s *Session) resumeOnce(ctx context.Context) error {
@@ -205,7 +232,7 @@ func (s *Session) resumeOnce(ctx context.Context) error {
 	if err != nil {
 		link.stop()
 		for _, stream := range streams {
-			stream.disconnect(link)
+			stream.disconnect(link, s.settings.patience > 0)
 		}
 	}
 	return err
@@ -237,6 +264,8 @@ func (s *Session) Close() error {
 		s.forget()
 		link, streams := s.link, slices.Collect(maps.Values(s.streams))
 		s.mu.Unlock()
+		s.end()
+		s.helpers.Wait()
 		s.takeLeave(link, streams)
 		link.stop()
 		s.failAll(ErrSessionClosed)
@@ -341,9 +370,26 @@ func (s *Session) onRejected(link *link, requestID string, event *vorrangv1.Comm
 func (s *Session) lost(link *link) {
 	s.mu.Lock()
 	streams := slices.Collect(maps.Values(s.streams))
+	helped := s.settings.patience > 0 && s.link == link && !s.closed
+	if helped {
+		s.helpers.Go(s.help)
+	}
 	s.mu.Unlock()
 	for _, stream := range streams {
-		stream.disconnect(link)
+		stream.disconnect(link, helped)
+	}
+}
+
+// help resumes in the place of the session's user, and tells the readers when that fails.
+func (s *Session) help() {
+	if s.resumeWithin(s.life) == nil {
+		return
+	}
+	s.mu.Lock()
+	streams := slices.Collect(maps.Values(s.streams))
+	s.mu.Unlock()
+	for _, stream := range streams {
+		stream.giveUp()
 	}
 }
 

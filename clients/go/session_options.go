@@ -1,6 +1,8 @@
 package vorrang
 
 import (
+	"time"
+
 	"google.golang.org/protobuf/proto"
 
 	"github.com/vorrang/vorrang/clients/go/vorrangv1"
@@ -17,6 +19,7 @@ type SessionOption func(*sessionSettings)
 type sessionSettings struct {
 	open       *vorrangv1.OpenCommand
 	onRejected func(requestID, command string, err *Error)
+	patience   time.Duration
 }
 
 // WithClientName names the program in the server's logs; at most 128 bytes.
@@ -38,6 +41,13 @@ func WithDefaultCredit(tokens uint32) SessionOption {
 // cancelled after the server's grace unless [Session.Attach] takes them up one by one.
 func WithSessionToken(token string) SessionOption {
 	return func(s *sessionSettings) { s.open.ResumeSessionToken = token }
+}
+
+// WithAutoResume lets the session resume by itself after a loss, as [Session.Resume] does. Readers and starts wait
+// meanwhile; only when the server can't be reached for so long they get an error that is [ErrDisconnected]. Commands
+// never wait.
+func WithAutoResume(patience time.Duration) SessionOption {
+	return func(s *sessionSettings) { s.patience = patience }
 }
 
 // WithRejectionHandler is told of commands that the server did not obey and whose caller no longer waits: pauses and

@@ -28,6 +28,7 @@ type Stream struct {
 	mu       sync.Mutex
 	link     *link
 	lost     error // set while the session has no gRPC stream
+	patient  bool  // whether a reader waits for the next one
 	final    error // set when nothing more can come: io.EOF or what it failed with
 	waiting  []waitingEvent
 	received uint64 // sequence of the newest event
@@ -124,7 +125,7 @@ func (s *Stream) take() (Event, grant, error) {
 		}
 	} else if s.final != nil {
 		return nil, grant{}, s.final
-	} else if s.lost != nil {
+	} else if s.lost != nil && !s.patient {
 		return nil, grant{}, s.lost
 	}
 	due := grant{link: s.link}
@@ -331,17 +332,27 @@ func (s *Stream) answer(answer acknowledgement) {
 	}
 }
 
-// disconnect says that a link has ended; harmless when the stream is on another.
-func (s *Stream) disconnect(link *link) {
+// disconnect says that a link has ended, and whether readers wait for the next one; harmless when the stream is on
+// another.
+func (s *Stream) disconnect(link *link, patient bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.link != link || s.lost != nil || s.final != nil {
 		return
 	}
+	s.patient = patient
 	s.lost = errorFromLoss(link.err)
 	for len(s.changes) > 0 {
 		s.answer(acknowledgement{err: s.lost})
 	}
+	s.wake()
+}
+
+// giveUp lets readers wait no more for a gRPC stream, if there is none.
+func (s *Stream) giveUp() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.patient = false
 	s.wake()
 }
 
@@ -376,7 +387,7 @@ func (s *Stream) rebind(ctx context.Context, link *link) error {
 	s.mu.Unlock()
 	select {
 	case <-link.done:
-		s.disconnect(link)
+		s.disconnect(link, s.session.settings.patience > 0)
 	default:
 	}
 	if dropped {
