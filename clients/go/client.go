@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
@@ -23,7 +24,11 @@ const (
 	minKeepaliveTime     = 10 * time.Second
 	defaultKeepaliveTime = 30 * time.Second
 	defaultKeepaliveWait = 10 * time.Second
+	connectWait          = 5 * time.Second
 )
+
+// A lost session is held for about 10 s, which gRPC's own backoff, from 1 s to 2 minutes, could miss.
+var reconnect = backoff.Config{BaseDelay: 100 * time.Millisecond, Multiplier: 1.6, Jitter: 0.2, MaxDelay: 2 * time.Second}
 
 // Only calls are retried, never sessions. The server sends initial metadata when it has accepted a call, and
 // gRPC retries none that has got that far, so nothing is computed twice.
@@ -118,6 +123,7 @@ func (s *dialSettings) grpcOptions(address string) ([]grpc.DialOption, error) {
 	options := []grpc.DialOption{
 		grpc.WithTransportCredentials(transport),
 		grpc.WithKeepaliveParams(s.keepalive),
+		grpc.WithConnectParams(grpc.ConnectParams{Backoff: reconnect, MinConnectTimeout: connectWait}),
 		grpc.WithDefaultServiceConfig(serviceConfig),
 	}
 	if s.token != "" {

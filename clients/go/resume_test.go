@@ -9,18 +9,12 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
-	"google.golang.org/grpc"
-	"google.golang.org/grpc/backoff"
 	"google.golang.org/grpc/codes"
 
 	vorrang "github.com/vorrang/vorrang/clients/go"
 )
 
-// quickly lets a connection that was cut be made again without a second's wait.
-var quickly = vorrang.WithGRPC(grpc.WithConnectParams(grpc.ConnectParams{
-	Backoff: backoff.Config{BaseDelay: 10 * time.Millisecond, Multiplier: 1.5, MaxDelay: 100 * time.Millisecond},
-}))
-
+// resume takes a session up again.
 func resume(t *testing.T, session *vorrang.Session) {
 	t.Helper()
 	if err := session.Resume(within(t)); err != nil {
@@ -32,6 +26,11 @@ func resume(t *testing.T, session *vorrang.Session) {
 func lose(t *testing.T, p *proxy, session *vorrang.Session) {
 	t.Helper()
 	p.cut()
+	awaitLoss(t, session)
+}
+
+func awaitLoss(t *testing.T, session *vorrang.Session) {
+	t.Helper()
 	select {
 	case <-session.Disconnected():
 	case <-time.After(patience):
@@ -41,7 +40,7 @@ func lose(t *testing.T, p *proxy, session *vorrang.Session) {
 
 func TestALostSessionGoesOnWithoutGapOrRepetition(t *testing.T) {
 	p := newProxy(t, serve(t).Address)
-	session := open(t, dial(t, p.address, quickly))
+	session := open(t, dial(t, p.address))
 	token := session.Info().Token
 	stream := start(t, session, "hello", vorrang.WithCredit(6), vorrang.WithMaxTokens(60))
 	byHand := start(t, session, "by hand", vorrang.WithManualCredit(1), vorrang.WithMaxTokens(30))
@@ -142,7 +141,7 @@ func (s *survivor) run(ctx context.Context, prompt string, options ...vorrang.Re
 
 func TestManyStreamsSurviveManyLosses(t *testing.T) {
 	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001").Address)
-	session := &survivor{Session: open(t, dial(t, p.address, quickly)), resumed: make(chan struct{})}
+	session := &survivor{Session: open(t, dial(t, p.address)), resumed: make(chan struct{})}
 	var users sync.WaitGroup
 	for user := range 16 {
 		users.Go(func() {
@@ -177,7 +176,7 @@ func TestManyStreamsSurviveManyLosses(t *testing.T) {
 
 func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
 	p := newProxy(t, serve(t).Address)
-	session := open(t, dial(t, p.address, quickly))
+	session := open(t, dial(t, p.address))
 	ctx, cancel := context.WithCancel(context.Background())
 	stream, err := session.Start(ctx, greedy("hello"), vorrang.WithManualCredit(2))
 	if err != nil {
@@ -193,7 +192,7 @@ func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
 func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
 	address := serve(t).Address
 	p := newProxy(t, address)
-	first := open(t, dial(t, p.address, quickly))
+	first := open(t, dial(t, p.address))
 	stream := start(t, first, "hello", vorrang.WithRequestID("taken up"), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
 	text := readTokens(t, stream, 2)
 	lose(t, p, first)
@@ -242,7 +241,7 @@ func TestTheSameStartAgainMeansTheSameRequest(t *testing.T) {
 
 func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
 	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0.05").Address)
-	session := open(t, dial(t, p.address, quickly))
+	session := open(t, dial(t, p.address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
 	readTokens(t, stream, 2)
 	lose(t, p, session)
@@ -254,10 +253,11 @@ func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
 
 func TestResumingAServerThatIsGoneEndsWithTheContext(t *testing.T) {
 	doomed := serve(t, "VORRANG_SERVER__GRACE_S=1")
-	session := open(t, dial(t, doomed.Address, quickly))
+	session := open(t, dial(t, doomed.Address))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
 	text := readTokens(t, stream, 1)
 	doomed.Kill()
+	awaitLoss(t, session)
 	ctx, cancel := context.WithTimeout(context.Background(), 300*time.Millisecond)
 	defer cancel()
 	err := session.Resume(ctx)
@@ -277,7 +277,7 @@ func TestResumingAServerThatIsGoneEndsWithTheContext(t *testing.T) {
 
 func TestAServerWithoutGraceOffersNoResumption(t *testing.T) {
 	p := newProxy(t, serve(t, "VORRANG_SESSION__RESUME_GRACE_S=0").Address)
-	session := open(t, dial(t, p.address, quickly))
+	session := open(t, dial(t, p.address))
 	equal(t, "token", session.Info().Token, "")
 	if err := session.Resume(within(t)); err != nil {
 		t.Errorf("nothing is lost: %v", err)
@@ -290,7 +290,7 @@ func TestWithAutoResumeNobodySeesALoss(t *testing.T) {
 	server := serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.001")
 	before := goleak.IgnoreCurrent()
 	p := newProxy(t, server.Address)
-	client := dial(t, p.address, quickly)
+	client := dial(t, p.address)
 	session := open(t, client, vorrang.WithAutoResume(patience))
 	var users sync.WaitGroup
 	for user := range 16 {
@@ -335,7 +335,7 @@ func TestWithAutoResumeNobodySeesALoss(t *testing.T) {
 
 func TestAutoResumeGivesUpWhenItsPatienceEnds(t *testing.T) {
 	doomed := serve(t, "VORRANG_SERVER__GRACE_S=1")
-	session := open(t, dial(t, doomed.Address, quickly), vorrang.WithAutoResume(300*time.Millisecond))
+	session := open(t, dial(t, doomed.Address), vorrang.WithAutoResume(300*time.Millisecond))
 	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
 	readTokens(t, stream, 2)
 	doomed.Kill()
