@@ -39,8 +39,8 @@ test-go: $(STAMP) ## the Go client's tests against this server, where Go is inst
 		go test -count=1 $$([ "$$(go env CGO_ENABLED)" = 1 ] && echo -race) ./...; \
 	else echo "Go is not installed: the Go client is not tested"; fi
 
-soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
-	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \
+soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
+	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
 
 bench: $(STAMP) ## what planning costs
