@@ -23,7 +23,8 @@ import (
 
 func TestGenerateAnswersAtOnce(t *testing.T) {
 	client := dial(t, serve(t).Address)
-	whole, err := client.Generate(within(t), greedy("hello"), vorrang.WithMaxTokens(9), vorrang.WithPriority(vorrang.Level(-3)))
+	whole, err := client.Generate(within(t), greedy("hello"),
+		vorrang.WithMaxTokens(9), vorrang.WithPriority(vorrang.Level(-3)))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -117,7 +118,8 @@ func TestErrorsOfTheServerAreTyped(t *testing.T) {
 	equal(t, "limit", failure(t, err).Reason, vorrang.ReasonSessionLimit)
 	_, err = start(t, open(t, client), "hello", vorrang.WithRequestID("ümlaut")).Result(within(t))
 	equal(t, "id", failure(t, err).Violations[0].Field, "request_id")
-	if _, err := client.Session(within(t), vorrang.WithSessionToken("made up")); !errors.Is(err, vorrang.ReasonResumeOutOfRange) {
+	_, err = client.Session(within(t), vorrang.WithSessionToken("made up"))
+	if !errors.Is(err, vorrang.ReasonResumeOutOfRange) {
 		t.Errorf("a token that was made up: %v", err)
 	}
 }

@@ -226,7 +226,8 @@ func TestWhatANewerServerSendsIsPassedOver(t *testing.T) {
 func TestEventsThatComeTwiceArePassedOverAndAGapIsAnError(t *testing.T) {
 	server := &fake{answer: func(request *vorrangv1.SessionRequest) []*vorrangv1.SessionResponse {
 		id := request.GetStart().GetRequestId()
-		frames := events(id, acceptedFrame(&vorrangv1.AcceptedEvent{}), acceptedFrame(&vorrangv1.AcceptedEvent{}), finishedFrame())
+		frames := events(id, acceptedFrame(&vorrangv1.AcceptedEvent{}), acceptedFrame(&vorrangv1.AcceptedEvent{}),
+			finishedFrame())
 		if id == "twice" {
 			frames[1].Sequence, frames[2].Sequence = 1, 2
 		} else {

@@ -27,7 +27,8 @@ func TestTheDefaultModelAnswersWhileAReportIsPreempted(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	report, err := session.Start(ctx, greedy("Once upon a time"), vorrang.WithMaxTokens(48), vorrang.WithPriority(vorrang.Batch))
+	report, err := session.Start(ctx, greedy("Once upon a time"),
+		vorrang.WithMaxTokens(48), vorrang.WithPriority(vorrang.Batch))
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -24,6 +24,9 @@ const (
 	resumeWait = 200 * time.Millisecond
 )
 
+// errNoCredit says that nothing would ever be read, and so nothing granted.
+var errNoCredit = errors.New("vorrang: credit must be at least 1, or WithManualCredit be given")
+
 // Session is one bidirectional stream that carries many requests. It is safe for use by many goroutines.
 //
 // It has two goroutines, one that sends and one that receives, and neither waits for whoever reads a [Stream]. With
@@ -53,6 +56,9 @@ type Session struct {
 // Session opens a session and waits for the server's answer. The end of ctx closes it; see [Session.Close].
 func (c *Client) Session(ctx context.Context, options ...SessionOption) (*Session, error) {
 	settings := newSessionSettings(options)
+	if settings.open.DefaultCreditTokens != nil && settings.open.GetDefaultCreditTokens() == 0 {
+		return nil, errNoCredit
+	}
 	s := &Session{
 		stub:      c.stub,
 		values:    context.WithoutCancel(ctx),
@@ -140,6 +146,9 @@ func (s *Session) Attach(
 func (s *Session) begin(
 	ctx context.Context, settings *requestSettings, start *vorrangv1.StartCommand, afterSequence uint64,
 ) (*Stream, error) {
+	if !settings.manualCredit && settings.spec.CreditTokens != nil && settings.spec.GetCreditTokens() == 0 {
+		return nil, errNoCredit
+	}
 	s.switching.RLock()
 	defer s.switching.RUnlock()
 	s.mu.Lock()

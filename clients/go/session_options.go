@@ -32,7 +32,7 @@ func WithDefaultPriority(priority Priority) SessionOption {
 	return func(s *sessionSettings) { s.open.DefaultPriority = priority.wire() }
 }
 
-// WithDefaultCredit is the credit of requests that have none of their own; see [WithCredit].
+// WithDefaultCredit is the credit of requests that have none of their own, at least 1; see [WithCredit].
 func WithDefaultCredit(tokens uint32) SessionOption {
 	return func(s *sessionSettings) { s.open.DefaultCreditTokens = proto.Uint32(tokens) }
 }

@@ -243,6 +243,9 @@ func TestCreditByHand(t *testing.T) {
 	if err := start(t, session, "hello").Credit(within(t), 1); err == nil {
 		t.Error("credit can be granted twice")
 	}
+	if _, err := session.Start(within(t), greedy("hello"), vorrang.WithCredit(0)); err == nil {
+		t.Error("a request that could never begin was started")
+	}
 }
 
 func TestAReaderThatStaysAwayFails(t *testing.T) {
