@@ -146,6 +146,15 @@ func (e *Error) Is(target error) bool {
 	return ok && reason != "" && reason == e.Reason
 }
 
+// passes says that what stands in the way may do so for a while only: the server says so, or it was not the server.
+func (e *Error) passes() bool {
+	switch e.Code {
+	case codes.Unavailable, codes.Internal, codes.Unknown, codes.Canceled:
+		return e.Retryable || e.Reason == ""
+	}
+	return e.Retryable
+}
+
 // GRPCStatus makes the status package understand this error.
 func (e *Error) GRPCStatus() *status.Status { return status.New(e.Code, e.Message) }
 
@@ -194,7 +203,7 @@ func errorFromFailed(failed *vorrangv1.FailedEvent) *Error {
 
 // errorFromLoss is what a session's streams get when its gRPC stream has ended with err; io.EOF is a regular end.
 func errorFromLoss(err error) *Error {
-	result := &Error{Code: codes.Unavailable, Message: "the server ended the session"}
+	result := &Error{Code: codes.Unavailable, Message: "the server ended the session", Retryable: true}
 	if grpcError := new(Error); errors.As(err, &grpcError) {
 		copied := *grpcError
 		copied.Message = "the session has lost its stream: " + copied.Message

@@ -119,7 +119,7 @@ func (s *Session) Start(ctx context.Context, request Request, options ...Request
 	}
 	start := &vorrangv1.StartCommand{RequestId: settings.id, Spec: settings.spec}
 	stream, err := s.begin(ctx, settings, start, 0)
-	for s.settings.patience > 0 && errors.Is(err, ErrDisconnected) {
+	for s.settings.patience > 0 && errors.Is(err, ErrDisconnected) && !errors.Is(err, ReasonSessionState) {
 		if resumed := s.resumeWithin(ctx); resumed != nil {
 			return nil, err
 		}
@@ -191,6 +191,7 @@ func (s *Session) Resume(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	var last error
 	for {
 		select {
 		case <-s.current().done:
@@ -199,12 +200,17 @@ func (s *Session) Resume(ctx context.Context) error {
 		}
 		err := s.resumeOnce(ctx)
 		var answer *Error
-		if !errors.As(err, &answer) || !answer.Retryable {
+		switch {
+		case err == nil:
+			return nil
+		case ctx.Err() != nil && last != nil:
+			return fmt.Errorf("%w; before that: %w", ctx.Err(), last)
+		case !errors.As(err, &answer) || !answer.passes():
 			return err
 		}
+		last = err
 		select {
 		case <-ctx.Done():
-			return fmt.Errorf("%w; before that: %w", ctx.Err(), err)
 		case <-time.After(max(answer.RetryAfter, resumeWait)):
 		}
 	}
@@ -379,7 +385,9 @@ func (s *Session) onRejected(link *link, requestID string, event *vorrangv1.Comm
 func (s *Session) lost(link *link) {
 	s.mu.Lock()
 	streams := slices.Collect(maps.Values(s.streams))
-	helped := s.settings.patience > 0 && s.link == link && !s.closed
+	// Who has taken the session over is not to lose it again to this one.
+	taken := errors.Is(link.err, ReasonSessionState)
+	helped := s.settings.patience > 0 && s.link == link && !s.closed && !taken
 	if helped {
 		s.helpers.Go(s.help)
 	}
