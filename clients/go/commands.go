@@ -2,6 +2,7 @@ package vorrang
 
 import (
 	"context"
+	"errors"
 	"fmt"
 
 	"google.golang.org/grpc/codes"
@@ -11,8 +12,17 @@ import (
 )
 
 // Cancel asks the server to end the request; its events end with [Finished] for [FinishCancelled], unless something
-// else ended it first. Harmless when it has ended.
-func (s *Stream) Cancel(ctx context.Context) error { return s.command(ctx, cancelFrame(s.id)) }
+// else ended it first. Harmless when it has ended. What a lost gRPC stream can't tell the server, the next one does.
+func (s *Stream) Cancel(ctx context.Context) error {
+	s.mu.Lock()
+	s.cancelled = true
+	s.mu.Unlock()
+	err := s.command(ctx, cancelFrame(s.id))
+	if errors.Is(err, ErrDisconnected) {
+		return nil
+	}
+	return err
+}
 
 // Pause stops the computation and keeps the request's place; what was produced is still sent.
 func (s *Stream) Pause(ctx context.Context) error {

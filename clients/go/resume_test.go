@@ -177,7 +177,7 @@ func TestManyStreamsSurviveManyLosses(t *testing.T) {
 	}
 }
 
-func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
+func TestACancelDuringALossIsObeyedAfterIt(t *testing.T) {
 	p := newProxy(t, serve(t).Address)
 	session := open(t, dial(t, p.address))
 	ctx, cancel := context.WithCancel(context.Background())
@@ -185,11 +185,17 @@ func TestAContextThatEndsDuringALossCancelsAfterIt(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
+	other := start(t, session, "other", vorrang.WithManualCredit(2))
 	readTokens(t, stream, 2)
+	readTokens(t, other, 2)
 	lose(t, p, session)
 	cancel()
+	if err := other.Cancel(within(t)); err != nil {
+		t.Error(err)
+	}
 	resume(t, session)
-	equal(t, "reason", result(t, stream).Finished.Reason, vorrang.FinishCancelled)
+	equal(t, "context", result(t, stream).Finished.Reason, vorrang.FinishCancelled)
+	equal(t, "command", result(t, other).Finished.Reason, vorrang.FinishCancelled)
 }
 
 func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {

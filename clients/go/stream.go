@@ -35,8 +35,9 @@ type Stream struct {
 	read     uint64 // sequence of the last event that Recv returned
 	credit   credit
 	changes  []chan acknowledgement // changes of priority under way, oldest first
-	dropped  bool                   // whether its context has ended
-	release  func() bool
+	// cancelled is whether a new link has to be told that nobody wants it any more.
+	cancelled bool
+	release   func() bool
 }
 
 type waitingEvent struct {
@@ -191,12 +192,7 @@ func (s *Stream) Result(ctx context.Context) (*Result, error) { return collect(s
 
 // follow cancels the request on the server when ctx ends.
 func (s *Stream) follow(ctx context.Context) {
-	release := context.AfterFunc(ctx, func() {
-		s.mu.Lock()
-		s.dropped = true
-		s.mu.Unlock()
-		_ = s.Cancel(context.Background()) // ends with the link at the latest; a new link is told by rebind
-	})
+	release := context.AfterFunc(ctx, func() { _ = s.Cancel(context.Background()) }) // ends with the link at the latest
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.release = release
@@ -383,14 +379,14 @@ func (s *Stream) rebind(ctx context.Context, link *link) error {
 	// Only now may readers grant credit: what came before the resumption would be forgotten by it.
 	s.mu.Lock()
 	s.lost = nil
-	dropped := s.dropped
+	cancelled := s.cancelled
 	s.mu.Unlock()
 	select {
 	case <-link.done:
 		s.disconnect(link, s.session.settings.patience > 0)
 	default:
 	}
-	if dropped {
+	if cancelled {
 		return link.send(ctx, cancelFrame(s.id))
 	}
 	return nil
