@@ -2,6 +2,7 @@ package vorrang_test
 
 import (
 	"context"
+	"crypto/rand"
 	"errors"
 	"fmt"
 	"sync"
@@ -199,15 +200,15 @@ func TestACancelDuringALossIsObeyedAfterIt(t *testing.T) {
 }
 
 func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
-	address := serve(t).Address
+	address, id := serve(t).Address, rand.Text()
 	p := newProxy(t, address)
 	first := open(t, dial(t, p.address))
-	stream := start(t, first, "hello", vorrang.WithRequestID("taken up"), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
+	stream := start(t, first, "hello", vorrang.WithRequestID(id), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
 	text := readTokens(t, stream, 2)
 	lose(t, p, first)
 
 	second := open(t, dial(t, address), vorrang.WithSessionToken(first.Info().Token))
-	again, err := second.Attach(within(t), "taken up", stream.LastSequence(), vorrang.WithCredit(5))
+	again, err := second.Attach(within(t), id, stream.LastSequence(), vorrang.WithCredit(5))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -223,7 +224,7 @@ func TestARequestIsTakenUpByAnotherProgram(t *testing.T) {
 func TestTheSameStartAgainMeansTheSameRequest(t *testing.T) {
 	client := dial(t, serve(t).Address)
 	request := vorrang.Request{Prompt: "hello", Sampling: temperature(1)} // its seed is drawn once
-	options := []vorrang.RequestOption{vorrang.WithRequestID("same"), vorrang.WithMaxTokens(10)}
+	options := []vorrang.RequestOption{vorrang.WithRequestID(rand.Text()), vorrang.WithMaxTokens(10)}
 	first := open(t, client)
 	stream, err := first.Start(context.Background(), request, options...)
 	if err != nil {
@@ -342,9 +343,9 @@ func TestWithAutoResumeNobodySeesALoss(t *testing.T) {
 }
 
 func TestASessionThatWasTakenOverIsNotTakenBack(t *testing.T) {
-	client := dial(t, serve(t).Address)
+	client, id := dial(t, serve(t).Address), rand.Text()
 	first := open(t, client, vorrang.WithAutoResume(patience))
-	stream := start(t, first, "hello", vorrang.WithRequestID("taken over"), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
+	stream := start(t, first, "hello", vorrang.WithRequestID(id), vorrang.WithCredit(5), vorrang.WithMaxTokens(40))
 	text := readTokens(t, stream, 2)
 	second := open(t, client, vorrang.WithSessionToken(first.Info().Token))
 	for {
@@ -361,7 +362,7 @@ func TestASessionThatWasTakenOverIsNotTakenBack(t *testing.T) {
 	if _, err := first.Start(context.Background(), greedy("hello")); !errors.Is(err, vorrang.ReasonSessionState) {
 		t.Errorf("a start in a session that was taken over: %v", err)
 	}
-	again, err := second.Attach(within(t), "taken over", stream.LastSequence(), vorrang.WithCredit(5))
+	again, err := second.Attach(within(t), id, stream.LastSequence(), vorrang.WithCredit(5))
 	if err != nil {
 		t.Fatal(err)
 	}
