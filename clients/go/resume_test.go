@@ -259,6 +259,20 @@ func TestWhatTheServerNoLongerHoldsIsLost(t *testing.T) {
 	equal(t, "resume", failure(t, session.Resume(within(t))).Reason, vorrang.ReasonResumeOutOfRange)
 	_, err := stream.Recv(within(t))
 	equal(t, "stream", failure(t, err).Reason, vorrang.ReasonResumeOutOfRange)
+	othersGoOn(t, session) // without what is lost
+}
+
+func TestASessionWithoutRequestsIsResumedAsANewOne(t *testing.T) {
+	p := newProxy(t, serve(t).Address)
+	session := open(t, dial(t, p.address))
+	for range 2 {
+		lose(t, p, session)
+		resume(t, session)
+		othersGoOn(t, session)
+	}
+	idle := open(t, dial(t, p.address), vorrang.WithAutoResume(patience))
+	lose(t, p, idle)
+	othersGoOn(t, idle)
 }
 
 func TestResumingAServerThatIsGoneEndsWithTheContext(t *testing.T) {
@@ -367,6 +381,33 @@ func TestASessionThatWasTakenOverIsNotTakenBack(t *testing.T) {
 		t.Fatal(err)
 	}
 	equal(t, "text", text+result(t, again).Text, scripted("hello", 40))
+}
+
+func TestAStartDuringALossWaitsForTheResumption(t *testing.T) {
+	p := newProxy(t, serve(t).Address)
+	session := open(t, dial(t, p.address), vorrang.WithAutoResume(patience))
+	p.shutOut(true)
+	lose(t, p, session)
+	time.AfterFunc(100*time.Millisecond, func() { p.shutOut(false) })
+	othersGoOn(t, session)
+}
+
+func TestAReaderOfALostSessionLearnsThatItWasClosed(t *testing.T) {
+	p := newProxy(t, serve(t).Address)
+	session := open(t, dial(t, p.address), vorrang.WithAutoResume(patience))
+	stream := start(t, session, "hello", vorrang.WithManualCredit(2))
+	readTokens(t, stream, 2)
+	p.shutOut(true)
+	lose(t, p, session)
+	if err := session.Close(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := stream.Recv(within(t)); !errors.Is(err, vorrang.ErrSessionClosed) {
+		t.Errorf("a reader: %v", err)
+	}
+	if err := session.Resume(within(t)); !errors.Is(err, vorrang.ErrSessionClosed) {
+		t.Errorf("resuming: %v", err)
+	}
 }
 
 func TestAutoResumeGivesUpWhenItsPatienceEnds(t *testing.T) {

@@ -155,6 +155,7 @@ type proxy struct {
 	address string
 	mu      sync.Mutex
 	open    []net.Conn
+	shut    bool // whether new connections are closed at once
 	copies  sync.WaitGroup
 	close   func()
 }
@@ -187,6 +188,10 @@ func newProxy(t *testing.T, target string) *proxy {
 func (p *proxy) join(client net.Conn, target string) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.shut {
+		_ = client.Close()
+		return
+	}
 	upstream, err := net.Dial("tcp", target)
 	if err != nil {
 		_ = client.Close()
@@ -201,6 +206,13 @@ func (p *proxy) join(client net.Conn, target string) {
 func (p *proxy) copy(to, from net.Conn) {
 	_, _ = io.Copy(to, from)
 	_, _ = to.Close(), from.Close()
+}
+
+// shutOut says whether new connections are closed at once.
+func (p *proxy) shutOut(shut bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.shut = shut
 }
 
 // cut breaks every connection.

@@ -120,7 +120,7 @@ func (s *Session) Start(ctx context.Context, request Request, options ...Request
 	start := &vorrangv1.StartCommand{RequestId: settings.id, Spec: settings.spec}
 	stream, err := s.begin(ctx, settings, start, 0)
 	for s.settings.patience > 0 && errors.Is(err, ErrDisconnected) && !errors.Is(err, ReasonSessionState) {
-		if resumed := s.resumeWithin(ctx); resumed != nil {
+		if resumed := s.resumeWithin(ctx); resumed != nil && !errors.Is(resumed, ReasonResumeOutOfRange) {
 			return nil, err
 		}
 		stream, err = s.begin(ctx, settings, start, 0)
@@ -182,8 +182,9 @@ func (s *Session) begin(
 // Resume takes up a session that has lost its gRPC stream, with all its requests: readers go on without a gap or a
 // repetition. It tries until the server can be reached, or ctx ends. Harmless when nothing is lost.
 //
-// The error is of [ReasonResumeOutOfRange] when the server does not hold the session any more; its requests are lost
-// then. A single request whose events are no longer held fails alone.
+// The error is of [ReasonResumeOutOfRange] when the server does not hold the session any more: requests that had begun
+// are lost then, and the session goes on without them, under another token. A single request whose events are no longer
+// held fails alone.
 func (s *Session) Resume(ctx context.Context) error {
 	select {
 	case s.resuming <- struct{}{}:
@@ -191,6 +192,9 @@ func (s *Session) Resume(ctx context.Context) error {
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	defer context.AfterFunc(s.life, cancel)()
 	var last error
 	for {
 		select {
@@ -203,6 +207,8 @@ func (s *Session) Resume(ctx context.Context) error {
 		switch {
 		case err == nil:
 			return nil
+		case s.life.Err() != nil:
+			return ErrSessionClosed
 		case ctx.Err() != nil && last != nil:
 			return fmt.Errorf("%w; before that: %w", ctx.Err(), last)
 		case !errors.As(err, &answer) || !answer.passes():
@@ -220,8 +226,6 @@ func (s *Session) Resume(ctx context.Context) error {
 func (s *Session) resumeWithin(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, s.settings.patience)
 	defer cancel()
-	stop := context.AfterFunc(s.life, cancel)
-	defer stop()
 	return s.Resume(ctx)
 }
 
@@ -232,10 +236,14 @@ func (s *Session) resumeOnce(ctx context.Context) error {
 	}
 	s.current().stop()
 	link, info, err := s.open(ctx, token)
-	if err != nil {
-		if errors.Is(err, ReasonResumeOutOfRange) {
-			s.failAll(err)
+	var gone error
+	if errors.Is(err, ReasonResumeOutOfRange) { // as is usual for a session that had no requests
+		if s.failBegun(err) {
+			gone = err
 		}
+		link, info, err = s.open(ctx, "")
+	}
+	if err != nil {
 		return err
 	}
 	streams, err := s.switchTo(link, info)
@@ -249,8 +257,25 @@ func (s *Session) resumeOnce(ctx context.Context) error {
 		for _, stream := range streams {
 			stream.disconnect(link, s.settings.patience > 0)
 		}
+		return err
 	}
-	return err
+	return gone
+}
+
+// failBegun fails the requests that the server has answered, and says whether there were any. The others can be started
+// in another session.
+func (s *Session) failBegun(err error) bool {
+	s.mu.Lock()
+	streams := slices.Collect(maps.Values(s.streams))
+	s.mu.Unlock()
+	found := false
+	for _, stream := range streams {
+		if stream.failBegun(err) {
+			s.remove(stream)
+			found = true
+		}
+	}
+	return found
 }
 
 // switchTo makes a link the session's, and says which streams have to be taken up on it.

@@ -303,6 +303,17 @@ func (s *Stream) fail(err error) {
 	s.end(err)
 }
 
+// failBegun ends it if the server has answered it; true when that is so.
+func (s *Stream) failBegun(err error) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.start != nil && s.received == 0 {
+		return false
+	}
+	s.end(err)
+	return true
+}
+
 // reject ends it because its start or its resumption was not obeyed; true when that is so.
 func (s *Stream) reject(command string, err *Error) bool {
 	s.mu.Lock()
