@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels test-go
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,12 @@ test-kernels: $(STAMP) ## run the GPU kernels' tests on CPU, interpreted (a proc
 test-deep: $(STAMP) ## what `make test` leaves out for time
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 
+test-go: $(STAMP) ## the Go client's tests against this server, where Go is installed
+	@if command -v go > /dev/null; then \
+		cd clients/go && go vet ./... && \
+		go test -count=1 $$([ "$$(go env CGO_ENABLED)" = 1 ] && echo -race) ./...; \
+	else echo "Go is not installed: the Go client is not tested"; fi
+
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
@@ -59,6 +65,7 @@ check: $(STAMP) ## lint, types, borders, protos, generated code, GPU kernels
 	$(BIN)/lint-imports
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
+	$(BIN)/python tools/protos.py check-go
 	$(MAKE) --no-print-directory check-kernels
 
 check-kernels: $(STAMP) ## compile every GPU kernel ahead of time, no card needed (WRITE=1 writes docs/kernels.md)
@@ -68,8 +75,9 @@ fmt: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix-only --quiet . || true
 	$(BIN)/ruff format .
 
-proto: $(STAMP) ## generate the Python stubs again
+proto: $(STAMP) ## generate the stubs again, those for Go where it is installed
 	$(BIN)/python tools/protos.py generate
+	$(BIN)/python tools/protos.py generate-go
 
 image: ## build the container image (needs a container engine)
 	docker build --target cpu --tag vorrang:cpu .

@@ -1,13 +1,17 @@
-"""Generate the Python stubs, or check that what is committed is up to date and clean.
+"""Generate the stubs, or check that what is committed is up to date and clean.
 
-Usage: ``python tools/protos.py generate | check | lint``
+Usage: ``python tools/protos.py generate | check | generate-go | check-go | lint``
 
-Stubs come from the oldest supported grpcio-tools (an import fails when the
-runtime is older than the generator). ``google/rpc/*.proto`` comes from the
-googleapis-common-protos package, so nothing foreign is kept in the repository.
+Python stubs come from the oldest supported grpcio-tools (an import fails when the
+runtime is older than the generator), Go stubs from the same protoc and two plugins
+of pinned versions; without Go their subcommands say so and do nothing.
+``google/rpc/*.proto`` comes from the googleapis-common-protos package, so nothing
+foreign is kept in the repository.
 """
 
 import filecmp
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 PROTOS = ROOT / "protos"
 SOURCES = sorted(p.relative_to(PROTOS).as_posix() for p in (PROTOS / "vorrang/v1").glob("*.proto"))
 GENERATED = "*_pb2*.py*"
+GO = ROOT / "clients/go"
+GO_MODULE = "github.com/vorrang/vorrang/clients/go"
+GO_PLUGINS = (
+    "google.golang.org/protobuf/cmd/protoc-gen-go@v1.36.11",
+    "google.golang.org/grpc/cmd/protoc-gen-go-grpc@v1.6.2",
+)
 
 
 def protoc(*arguments: str) -> None:
@@ -39,20 +49,53 @@ def generate(out: Path = PROTOS) -> None:
 
 
 def check() -> int:
-    """Compare committed stubs with freshly generated ones."""
+    """Compare committed Python stubs with freshly generated ones."""
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
-        fresh = {p.name: p for p in (Path(folder) / "vorrang/v1").glob(GENERATED)}
-        kept = {p.name: p for p in (PROTOS / "vorrang/v1").glob(GENERATED)}
-        stale = sorted(
-            name
-            for name in fresh.keys() | kept.keys()
-            if name not in fresh
-            or name not in kept
-            or not filecmp.cmp(fresh[name], kept[name], shallow=False)
-        )
+        return _compare(Path(folder) / "vorrang/v1", PROTOS / "vorrang/v1", GENERATED)
+
+
+def has_go() -> bool:
+    """Whether Go is installed; says so when it is not."""
+    if shutil.which("go") is None:
+        print("Go is not installed: clients/go is left as it is")
+        return False
+    return True
+
+
+def generate_go(out: Path = GO) -> None:
+    """Write ``vorrangv1/*.pb.go`` below ``out``."""
+    plugins = ROOT / "build/go-plugins" / "-".join(plugin.rpartition("@")[2] for plugin in GO_PLUGINS)
+    for plugin in GO_PLUGINS:
+        name = plugin.partition("@")[0].rpartition("/")[2]
+        if not (plugins / name).exists():
+            subprocess.run(["go", "install", plugin], check=True, env={**os.environ, "GOBIN": str(plugins)})
+    protoc(
+        *(f"--plugin={plugin}" for plugin in sorted(plugins.iterdir())),
+        f"--go_out={out}",
+        f"--go_opt=module={GO_MODULE}",
+        f"--go-grpc_out={out}",
+        f"--go-grpc_opt=module={GO_MODULE}",
+    )
+
+
+def check_go() -> int:
+    """Compare committed Go stubs with freshly generated ones."""
+    with tempfile.TemporaryDirectory() as folder:
+        generate_go(Path(folder))
+        return _compare(Path(folder) / "vorrangv1", GO / "vorrangv1", "*.pb.go")
+
+
+def _compare(fresh_in: Path, kept_in: Path, pattern: str) -> int:
+    fresh = {path.name: path for path in fresh_in.glob(pattern)}
+    kept = {path.name: path for path in kept_in.glob(pattern)}
+    stale = sorted(
+        name
+        for name in fresh.keys() | kept.keys()
+        if name not in fresh or name not in kept or not filecmp.cmp(fresh[name], kept[name], shallow=False)
+    )
     for name in stale:
-        print(f"protos/vorrang/v1/{name} is not what `make proto` writes")
+        print(f"{(kept_in / name).relative_to(ROOT)} is not what `make proto` writes")
     print("generated code is up to date" if not stale else "run `make proto`")
     return bool(stale)
 
@@ -74,6 +117,11 @@ if __name__ == "__main__":
             generate()
         case ["check"]:
             sys.exit(check())
+        case ["generate-go"]:
+            if has_go():
+                generate_go()
+        case ["check-go"]:
+            sys.exit(check_go() if has_go() else 0)
         case ["lint"]:
             sys.exit(lint())
         case _:

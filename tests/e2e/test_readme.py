@@ -24,6 +24,15 @@ def test_the_first_client_works_as_it_stands() -> None:
     assert re.search(r"^question: .+\nreport: .+ \(\d+ times preempted\)$", done.stdout, re.MULTILINE)
 
 
+def test_the_first_program_in_go_is_the_example_that_is_compiled() -> None:
+    (program,) = re.findall(r"```go\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    example = (ROOT / "clients/go/example_test.go").read_text()
+    comment = "// The same lines stand in the README, where they are a program.\n"
+    assert comment in example
+    as_program = example.replace("package vorrang_test", "package main").replace(comment, "")
+    assert program == as_program.replace("func Example()", "func main()")
+
+
 def test_every_make_target_named_in_the_documents_exists() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for document in ("README.md", "CONTRIBUTING.md"):
