@@ -44,7 +44,11 @@ async def test_requests_are_listed_most_urgent_first_and_page_by_page() -> None:
         await session.start("plain", level=0)
         await settled(lambda: app.statistics().num_requests == 3)
         everybody = (await listed(channel)).requests
-        assert [entry.request_id for entry in everybody] == ["urgent", "plain", "runs"]
+        assert [entry.request_id.removeprefix(session.scope) for entry in everybody] == [
+            "urgent",
+            "plain",
+            "runs",
+        ]
         assert [entry.level for entry in everybody] == [-10, 0, 10]
         waits, prefills = pb.REQUEST_STATE_WAITING, pb.REQUEST_STATE_PREFILL
         assert [entry.state for entry in everybody] == [waits, waits, prefills]
@@ -53,11 +57,8 @@ async def test_requests_are_listed_most_urgent_first_and_page_by_page() -> None:
         assert everybody[0].usage.queued.ToNanoseconds() == everybody[0].age.ToNanoseconds() > 0
         first = await listed(channel, page_size=2)
         second = await listed(channel, page_size=2, page_token=first.next_page_token)
-        assert [entry.request_id for entry in (*first.requests, *second.requests)] == [
-            "urgent",
-            "plain",
-            "runs",
-        ]
+        pages = [entry.server_request_id for entry in (*first.requests, *second.requests)]
+        assert pages == [entry.server_request_id for entry in everybody]
         assert second.next_page_token == ""
         assert [e.request_id for e in (await listed(channel, class_name="batch")).requests] == ["runs"]
         load_now = await control(channel).GetLoad(pb.GetLoadRequest())
@@ -104,7 +105,10 @@ async def test_a_queued_request_is_cancelled_at_once() -> None:
         await runner.held.wait()
         await session.start("queued", level=0)
         await settled(lambda: app.statistics().num_requests == 2)
-        ids = {entry.request_id: entry.server_request_id for entry in (await listed(channel)).requests}
+        ids = {
+            entry.request_id.removeprefix(session.scope): entry.server_request_id
+            for entry in (await listed(channel)).requests
+        }
         request = pb.CancelRequestRequest(server_request_id=ids["queued"])
         assert (await control(channel).CancelRequest(request)).found
         runner.release()

@@ -169,10 +169,11 @@ async def steps(runner):
 
 @pytest.mark.asyncio
 async def test_a_model_that_cannot_be_cut_is_refused_by_field_rule_and_value(folders):
+    before = set(psutil.Process().children(recursive=True))
     why = r"tensor_parallel 3 needs .* num_q_heads .* 4"
     with pytest.raises(UnsuitableTensorParallel, match=why):
         await ProcessRunner.start(source(folders["llama"], tensor_parallel=3), LIMITS)
-    assert not psutil.Process().children(recursive=True), "a rank was left behind"
+    assert set(psutil.Process().children(recursive=True)) <= before, "a rank was left behind"
 
 
 def options(folder):
