@@ -116,13 +116,26 @@ class Displaced(VorrangError):
 
 
 class SessionLimit(VorrangError):
-    """The session holds as many requests as it may."""
+    """The session holds as many requests as it may, or sends commands faster than it may.
+
+    Args:
+        message: which limit it is.
+        retry_after_s: seconds after which trying again makes sense; None when nobody knows.
+    """
 
     retryable = True
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class SlowConsumer(VorrangError):
     """The client did not read, and as many tokens wait for it as may."""
+
+
+class ResumeOutOfRange(VorrangError):
+    """The point to resume from is not held, or not any more."""
 
 
 class Draining(VorrangError):

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from engine.errors import VorrangError
 from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent, Started
 from engine.request import FinishReason, RequestId, RequestSpec
-from engine.scheduler.commands import Command, Fail, Finish, SetLevel
+from engine.scheduler.commands import Command, Fail, Finish, Park, SetLevel, Unpark
 
 
 class RequestHandle:
@@ -21,6 +21,7 @@ class RequestHandle:
         queue_position: requests that would be served before it when it arrived.
         level: level in force.
         num_buffered_tokens: output tokens that wait to be taken.
+        num_output_tokens: output tokens so far.
         started: whether it was ever admitted.
         finished: whether the terminal event has been put into the buffer.
     """
@@ -36,6 +37,7 @@ class RequestHandle:
         self.queue_position = queue_position
         self.level = spec.level
         self.num_buffered_tokens = 0
+        self.num_output_tokens = 0
         self.started = False
         self.finished = False
         self._send = send
@@ -62,6 +64,21 @@ class RequestHandle:
         """Give it another level before the next step; ``LevelChanged`` acknowledges. Harmless when ended."""
         if not self.finished:
             self._send(SetLevel(self.request_id, level))
+
+    def park(self) -> None:
+        """Compute it no more, from the next step on, until ``unpark``. Harmless when it has ended."""
+        if not self.finished:
+            self._send(Park(self.request_id))
+
+    def unpark(self) -> None:
+        """Let it go on before the next step. Harmless when it has ended or was not parked."""
+        if not self.finished:
+            self._send(Unpark(self.request_id))
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait to be taken."""
+        return bool(self._buffer)
 
     def take(self) -> list[RequestEvent]:
         """All events that wait, oldest first; never blocks."""
@@ -94,6 +111,7 @@ class RequestHandle:
             self._buffer.append(event)
         if isinstance(event, Delta):
             self.num_buffered_tokens += len(event.token_ids)
+            self.num_output_tokens += len(event.token_ids)
         elif isinstance(event, Started):
             self.started = True
         elif isinstance(event, LevelChanged):

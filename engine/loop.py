@@ -19,7 +19,7 @@ from engine.clock import Clock, MonotonicClock
 from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
 from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
 from engine.handle import RequestHandle
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import FinishReason, RequestId, RequestSpec, RequestStatus
 from engine.runner.base import ModelInfo, MortalRunner, PoolShape, Runner, RunnerLost
 from engine.scheduler.commands import Command, Fail, Finish, LoseKv
 from engine.scheduler.config import SchedulerConfig
@@ -208,6 +208,17 @@ class Engine:
         self._dispatch(displaced)
         self._wake.set()
         return handle
+
+    def now(self) -> float:
+        """Time on the engine's clock, in seconds; deadlines are on it."""
+        return self._clock.now()
+
+    def queue_position(self, request_id: RequestId) -> int | None:
+        """Requests that wait and would be served before this one; None when it does not wait itself."""
+        request = self._scheduler.find(request_id)
+        if request is None or request.status not in (RequestStatus.WAITING, RequestStatus.PREEMPTED):
+            return None
+        return self._scheduler.position(request_id)
 
     def statistics(self) -> EngineStatistics:
         """How things stand."""

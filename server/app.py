@@ -94,7 +94,7 @@ class App:
         self._settings = settings
         self._load = load
         self._check_integrity = check_integrity
-        self.backend = Backend(settings.server, settings.model.name)
+        self.backend = Backend(settings.server, settings.model.name, sessions=settings.session)
         self.health = Health()
         self.address = ""
         self._stop = asyncio.Event()
@@ -144,6 +144,7 @@ class App:
                 await asyncio.to_thread(self._decisions.close)
             await self.health.set(serving=False)
             await self._server.stop(STOP_GRACE_S)
+            self.backend.registry.close()
 
     async def _listen(self) -> None:
         listen, is_open = self._settings.server.listen, self._settings.server.insecure_listen

@@ -24,10 +24,12 @@ from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TO
 from server import convert
 from server.convert import Draft
 from server.errors import EngineStarting
+from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES
-from server.settings import ServerSection
+from server.registry import Registry
+from server.settings import ServerSection, SessionSection
+from server.ticket import Ticket
 from vorrang.v1 import types_pb2 as types
-from vorrang.v1.generation_pb2 import AcceptedEvent
 
 log = structlog.get_logger("vorrang.server")
 
@@ -51,25 +53,12 @@ class ServerStatistics:
     Attributes:
         num_sessions: session streams open.
         num_calls: session streams and single-request calls open.
-        num_requests: requests that are submitted and whose caller has not seen the end.
+        num_requests: requests that are submitted and have not ended, or whose call has not.
     """
 
     num_sessions: int
     num_calls: int
     num_requests: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Ticket:
-    """A request that is submitted.
-
-    Attributes:
-        handle: the engine's.
-        accepted: the first event its caller gets.
-    """
-
-    handle: RequestHandle
-    accepted: AcceptedEvent
 
 
 class Backend:
@@ -78,10 +67,19 @@ class Backend:
     Args:
         settings: limits and defaults.
         model_name: name under which the model is served; None = its own.
+        sessions: what sessions may cost, and how long lost ones are kept.
     """
 
-    def __init__(self, settings: ServerSection, model_name: str | None = None) -> None:
+    def __init__(
+        self,
+        settings: ServerSection,
+        model_name: str | None = None,
+        *,
+        sessions: SessionSection | None = None,
+    ) -> None:
         self.settings = settings
+        self.session_settings = sessions or SessionSection()
+        self.registry = Registry(self.session_settings)
         self._model_name = model_name
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
@@ -131,6 +129,8 @@ class Backend:
             info=self.info,
             tokenizer=self.engine.tokenizer,
             default_max_tokens=self.settings.default_max_tokens,
+            now=self.engine.now(),
+            max_request_s=self.session_settings.max_request_s,
         )
 
     def submit(
@@ -140,8 +140,12 @@ class Backend:
         level: int,
         client_request_id: str,
         on_ready: Callable[[RequestHandle], None] | None = None,
+        *,
+        deadline: float | None = None,
     ) -> Ticket:
         """Give a request to the engine.
+
+        ``deadline`` is the caller's own, on the engine's clock.
 
         Raises:
             VorrangError: the engine refuses it, see ``Engine.submit``.
@@ -155,6 +159,7 @@ class Backend:
             level,
             info=self.info,
             context_tokens=engine.config.max_context_tokens,
+            deadline=deadline,
         )
         handle = engine.submit(spec, on_ready)
         log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
@@ -174,6 +179,14 @@ class Backend:
         """Forget a request; one that has not ended is ended for ``reason``. May be called twice."""
         ticket.handle.cancel(reason)
         self._tickets.pop(ticket.handle.request_id, None)
+
+    def ended(self, tenant: str, request: LiveRequest) -> None:
+        """A request of a session has its last frame; it is kept for a while, unless it never ran."""
+        if request.ticket is None:
+            self.registry.forget(tenant, request)
+        else:
+            self.settle(request.ticket)
+            self.registry.retain(tenant, request)
 
     def fail_queued(self) -> None:
         """Fail, as retryable, every request that has not been seen to start."""

@@ -5,6 +5,7 @@ them: ``prompt``, ``sampling.temperature``, ``priority.level``.
 """
 
 import dataclasses
+import hashlib
 import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ MAX_LABEL_BYTES = 128
 _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
-_UNSUPPORTED_SPEC = ("queue_timeout", "total_timeout", "credit_tokens", "grammar")
+_UNSUPPORTED_SPEC = ("grammar",)
 #: The same for sampling, with the value that means "off".
 _UNSUPPORTED_SAMPLING = {
     "typical_p": 1.0,
@@ -70,6 +71,9 @@ class Draft:
         max_tokens_given: whether the client chose ``max_tokens``.
         level: the request's own priority; None when it has none.
         label: free text for logs.
+        credit_tokens: output tokens its client is ready for at first; None when it does not say.
+        queue_deadline: time of the engine's clock at which it ends if it never got a seat.
+        total_deadline: time of the engine's clock at which it ends whatever it has.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -78,12 +82,29 @@ class Draft:
     max_tokens_given: bool
     level: int | None
     label: str
+    credit_tokens: int | None
+    queue_deadline: float | None
+    total_deadline: float | None
 
 
 def draft_of(
-    spec: types.GenerationSpec, *, info: ModelInfo, tokenizer: Tokenizer, default_max_tokens: int
+    spec: types.GenerationSpec,
+    *,
+    info: ModelInfo,
+    tokenizer: Tokenizer,
+    default_max_tokens: int,
+    now: float = 0.0,
+    max_request_s: float | None = None,
 ) -> Draft:
     """Validate all of a spec but the prompt's tokens.
+
+    Args:
+        spec: what is asked for.
+        info: of the model.
+        tokenizer: of the model.
+        default_max_tokens: output tokens when it does not say.
+        now: when it arrived, on the engine's clock.
+        max_request_s: longest total time there is; None = no bound.
 
     Raises:
         InvalidRequest: a field breaks a rule.
@@ -98,6 +119,8 @@ def draft_of(
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
     sampling = _sampling(spec.sampling, default_max_tokens)
     check_token_ids(sampling.stop_token_ids, info, field="sampling.stop_token_ids")
+    queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
+    total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
         tokenize=tokenize(spec.prompt, tokenizer, info),
         slow=spec.prompt.WhichOneof("value") != "tokens",
@@ -105,7 +128,25 @@ def draft_of(
         max_tokens_given=spec.sampling.HasField("max_tokens"),
         level=level_of(spec.priority) if spec.HasField("priority") else None,
         label=spec.label,
+        credit_tokens=spec.credit_tokens if spec.HasField("credit_tokens") else None,
+        queue_deadline=None if queue_s is None else now + queue_s,
+        total_deadline=None if total_s is None else now + total_s,
     )
+
+
+def fingerprint(spec: types.GenerationSpec) -> bytes:
+    """Equal for equal specs, and for no others."""
+    return hashlib.sha256(spec.SerializeToString(deterministic=True)).digest()
+
+
+def _timeout_s(spec: types.GenerationSpec, field: str) -> float | None:
+    if not spec.HasField(field):
+        return None
+    timeout = getattr(spec, field)
+    seconds = float(timeout.seconds + timeout.nanos / _NANOSECONDS)
+    if seconds <= 0:
+        raise InvalidRequest(field, "must be more than 0 s", seconds)
+    return seconds
 
 
 def request_spec(
@@ -116,8 +157,11 @@ def request_spec(
     *,
     info: ModelInfo,
     context_tokens: int,
+    deadline: float | None = None,
 ) -> RequestSpec:
     """The engine's spec of a draft whose prompt is tokenised.
+
+    ``deadline`` is one more bound on the total time, on the engine's clock.
 
     Raises:
         InvalidRequest: ``min_tokens`` exceeds what the context leaves.
@@ -128,7 +172,17 @@ def request_spec(
         room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
-    return RequestSpec(request_id, prompt, sampling, level, eos_token_ids=eos, label=draft.label)
+    deadlines = [time for time in (draft.total_deadline, deadline) if time is not None]
+    return RequestSpec(
+        request_id,
+        prompt,
+        sampling,
+        level,
+        eos_token_ids=eos,
+        queue_deadline=draft.queue_deadline,
+        total_deadline=min(deadlines, default=None),
+        label=draft.label,
+    )
 
 
 def level_of(priority: types.Priority, *, field: str = "priority") -> int:

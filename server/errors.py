@@ -59,6 +59,8 @@ def _bad_request(error: e.InvalidRequest) -> list[Message]:
 
 
 def _retry(error: Any) -> list[Message]:
+    if error.retry_after_s is None:
+        return []
     delay = Duration()
     delay.FromMilliseconds(round(error.retry_after_s * 1000))
     return [error_details_pb2.RetryInfo(retry_delay=delay)]
@@ -84,7 +86,8 @@ TABLE: dict[type[e.VorrangError], Row] = {
     e.QueueFull: Row(_Code.RESOURCE_EXHAUSTED, "QUEUE_FULL", _quota),
     e.TenantQuotaExceeded: Row(_Code.RESOURCE_EXHAUSTED, "TENANT_QUOTA_EXCEEDED", _quota),
     e.Displaced: Row(_Code.ABORTED, "DISPLACED"),
-    e.SessionLimit: Row(_Code.RESOURCE_EXHAUSTED, "SESSION_LIMIT"),
+    e.SessionLimit: Row(_Code.RESOURCE_EXHAUSTED, "SESSION_LIMIT", _retry),
+    e.ResumeOutOfRange: Row(_Code.OUT_OF_RANGE, "RESUME_OUT_OF_RANGE"),
     e.SlowConsumer: Row(_Code.RESOURCE_EXHAUSTED, "SLOW_CONSUMER"),
     e.Draining: Row(_Code.UNAVAILABLE, "DRAINING", _retry),
     EngineStarting: Row(_Code.UNAVAILABLE, "ENGINE_RESTARTING", _retry),

@@ -11,14 +11,18 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from engine.errors import InvalidRequest
+from engine.errors import DeadlineExceeded, InvalidRequest
 from engine.events import Delta, Failed, Finished
+from engine.handle import RequestHandle
 from engine.request import FinishReason
 from server import convert
-from server.backend import Backend, Ticket, token_ids_of
+from server.backend import Backend, token_ids_of
 from server.errors import abort
+from server.flow import Flow
 from server.metadata import check_request_id, level_of, request_id_of
-from server.session import PeerGone, Session
+from server.session import Session
+from server.session_writer import PeerGone
+from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 
 SERVICE = "vorrang.v1.GenerationService"
@@ -68,19 +72,33 @@ class GenerationService:
 
         Cancellation: the request is cancelled before the next step.
         """
-        ticket = await self._start(request, context)
+        flows: list[Flow] = []
+        ticket = await self._start(
+            request, context, lambda handle: flows[0].update(handle.num_buffered_tokens)
+        )
+        flow = Flow(
+            ticket.handle,
+            granted_tokens=None,  # a call has no frames to grant with: what it does not read parks it
+            max_unsent_tokens=self._backend.engine.max_buffered_tokens,
+            slow_client_timeout_s=self._backend.session_settings.slow_client_timeout_s,
+        )
+        flows.append(flow)
         try:
             sequence = 1  # the first write sends the initial metadata: only now the call is committed
             await _write(context, gen.GenerateStreamResponse(sequence=sequence, accepted=ticket.accepted))
             async for event in ticket.handle.events():
+                flow.update(ticket.handle.num_buffered_tokens)
                 if isinstance(event, Failed):
                     raise event.error
+                if isinstance(event, Finished):
+                    _check_time(event, context)
                 sequence += 1
                 frame = gen.GenerateStreamResponse(sequence=sequence)
                 ignored = ticket.accepted.priority_ignored
                 convert.fill_event(frame, event, priority_ignored=ignored)
                 await _write(context, frame)
         finally:
+            flow.close()
             self._settle(ticket, context)
 
     async def generate(self, request: gen.GenerateRequest, context: Any) -> gen.GenerateResponse:
@@ -102,6 +120,7 @@ class GenerationService:
                         pieces.append(event.text)
                         response.token_ids.extend(event.token_ids)
                     case Finished():
+                        _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))
                     case Failed():
                         raise event.error
@@ -146,7 +165,12 @@ class GenerationService:
             architecture=info.architecture,
         )
 
-    async def _start(self, request: gen.GenerateStreamRequest | gen.GenerateRequest, context: Any) -> Ticket:
+    async def _start(
+        self,
+        request: gen.GenerateStreamRequest | gen.GenerateRequest,
+        context: Any,
+        on_ready: Callable[[RequestHandle], None] | None = None,
+    ) -> Ticket:
         metadata = context.invocation_metadata() or ()
         metadata_level = level_of(metadata)
         client_id = request_id_of(metadata) or ""
@@ -155,9 +179,14 @@ class GenerationService:
         if not request.HasField("spec"):
             raise InvalidRequest("spec", "must be given", None)
         draft = self._backend.draft(request.spec)
+        if draft.credit_tokens is not None:
+            raise InvalidRequest("credit_tokens", "must be given in sessions alone", draft.credit_tokens)
+        remaining_s = context.time_remaining()
+        deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.settings.default_level)
         level = next(level for level in levels if level is not None)
-        return self._backend.submit(draft, await token_ids_of(draft), level, client_id)
+        token_ids = await token_ids_of(draft)
+        return self._backend.submit(draft, token_ids, level, client_id, on_ready, deadline=deadline)
 
     def _settle(self, ticket: Ticket, context: Any) -> None:
         remaining_s = context.time_remaining()
@@ -187,6 +216,17 @@ class GenerationService:
                 self._backend.leave()
 
         return guarded
+
+
+def _check_time(event: Finished, context: Any) -> None:
+    """A request whose time ran out has its output so far, unless it is the call's own time that did.
+
+    Raises:
+        DeadlineExceeded: that is so.
+    """
+    remaining_s = context.time_remaining()
+    if event.reason is FinishReason.TIME_LIMIT and remaining_s is not None and remaining_s <= 0:
+        raise DeadlineExceeded("the call's deadline has passed")
 
 
 async def _write(context: Any, frame: gen.GenerateStreamResponse) -> None:

@@ -74,6 +74,40 @@ class ServerSection(BaseModel):
     max_concurrent_streams: int = Field(default=1000, ge=1)
 
 
+class SessionSection(BaseModel):
+    """What sessions may cost, and how long a lost one is kept.
+
+    Attributes:
+        credit_tokens: output tokens a request may produce before its client grants more, if its
+            client says nothing of credit.
+        slow_client_timeout_s: seconds a request waits for credit, or for its reader, before it fails.
+        resume_grace_s: seconds for which the requests of a session that vanished go on; 0 = they
+            are cancelled at once, and resuming is not offered.
+        retention_s: seconds for which an ended request's events can be had again; 0 = not at all.
+        max_replay_bytes: memory for the events of one request that were sent and may be asked for again.
+        max_retained_requests: ended requests kept for ``retention_s``; the oldest are let go first.
+        max_retained_bytes: memory for the events of those.
+        queue_update_s: seconds between two updates of a request's place in the queue.
+        reprioritize_per_s: changes of priority a second one request may get for long.
+        reprioritize_burst: changes of priority one request may get at once.
+        max_request_s: seconds after which any request ends with its output so far; None = never.
+    """
+
+    model_config = _FROZEN
+
+    credit_tokens: int = Field(default=4096, ge=1)
+    slow_client_timeout_s: float = Field(default=30.0, gt=0)
+    resume_grace_s: float = Field(default=10.0, ge=0, le=3600)
+    retention_s: float = Field(default=60.0, ge=0, le=86400)
+    max_replay_bytes: int = Field(default=256 * 1024, ge=0)
+    max_retained_requests: int = Field(default=4096, ge=0)
+    max_retained_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
+    queue_update_s: float = Field(default=0.5, gt=0)
+    reprioritize_per_s: float = Field(default=5.0, gt=0)
+    reprioritize_burst: int = Field(default=10, ge=1)
+    max_request_s: float | None = Field(default=3600.0, gt=0)
+
+
 class ModelSection(BaseModel):
     """Which model is served.
 
@@ -177,6 +211,7 @@ class Settings(BaseSettings):
     )
 
     server: ServerSection = ServerSection()
+    session: SessionSection = SessionSection()
     model: ModelSection = ModelSection()
     kv: KvSection = KvSection()
     scheduler: SchedulerSection = SchedulerSection()

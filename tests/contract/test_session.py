@@ -4,6 +4,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 
 from tests.support.wire import (
     WireSession,
@@ -111,6 +112,16 @@ REFUSED_STARTS: dict[str, tuple[types.GenerationSpec, str, str]] = {
         "INVALID_REQUEST",
         "priority.class_name",
     ),
+    "no time in the queue": (
+        types.GenerationSpec(prompt=types.Prompt(text="x"), queue_timeout=Duration()),
+        "INVALID_REQUEST",
+        "queue_timeout",
+    ),
+    "negative time": (
+        types.GenerationSpec(prompt=types.Prompt(text="x"), total_timeout=Duration(nanos=-1)),
+        "INVALID_REQUEST",
+        "total_timeout",
+    ),
     "long label": (
         types.GenerationSpec(prompt=types.Prompt(text="x"), label="x" * 129),
         "INVALID_REQUEST",
@@ -167,9 +178,6 @@ async def test_a_prompt_larger_than_the_pool_is_refused(channel: Any) -> None:
 
 
 UNIMPLEMENTED: dict[str, types.GenerationSpec] = {
-    "queue_timeout": types.GenerationSpec(),
-    "total_timeout": types.GenerationSpec(),
-    "credit_tokens": types.GenerationSpec(credit_tokens=0),
     "adapter": types.GenerationSpec(adapter="a"),
     "grammar": types.GenerationSpec(grammar=types.Grammar(regex="a")),
     "num_outputs": types.GenerationSpec(num_outputs=2),
@@ -183,8 +191,6 @@ UNIMPLEMENTED: dict[str, types.GenerationSpec] = {
     "sampling.logprobs": spec(logprobs=0),
     "sampling.prompt_logprobs": spec(prompt_logprobs=0),
 }
-UNIMPLEMENTED["queue_timeout"].queue_timeout.seconds = 1
-UNIMPLEMENTED["total_timeout"].total_timeout.SetInParent()
 
 
 @pytest.mark.parametrize("field", UNIMPLEMENTED)
@@ -226,30 +232,9 @@ async def test_a_model_is_known_by_its_name_alone(channel: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("frame", "command"),
-    [
-        (gen.SessionRequest(credit=gen.CreditCommand(request_id="a", tokens=1)), "credit"),
-        (gen.SessionRequest(pause=gen.PauseCommand(request_id="a")), "pause"),
-        (gen.SessionRequest(unpause=gen.UnpauseCommand(request_id="a")), "unpause"),
-        (gen.SessionRequest(resume=gen.ResumeCommand(request_id="a")), "resume"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_commands_not_there_yet_are_rejected_by_name(channel: Any, frame: Any, command: str) -> None:
-    async with open_session(channel) as session:
-        await session.send_raw(frame.SerializeToString())
-        rejected = await session.event("command_rejected")
-        await still_works(session)
-    assert rejected.command == command
-    assert reason_in(rejected.status) == "UNIMPLEMENTED"
-    assert rejected.status.message.startswith(command)
-
-
-@pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"default_credit_tokens": 0}, "UNIMPLEMENTED"),
-        ({"resume_session_token": "t"}, "UNIMPLEMENTED"),
+        ({"resume_session_token": "t"}, "RESUME_OUT_OF_RANGE"),
         ({"revision": 2}, "UNIMPLEMENTED"),
         ({"client_name": "x" * 129}, "INVALID_REQUEST"),
         ({"default_priority": types.Priority(level=101)}, "INVALID_REQUEST"),
@@ -326,7 +311,8 @@ async def test_a_second_start_with_the_same_id_is_rejected_and_the_first_goes_on
 @pytest.mark.parametrize("request_id", ["", "x" * 129, "naïve", "a\nb"])
 async def test_a_bad_request_id_is_rejected(channel: Any, request_id: str) -> None:  # SGLang 42
     async with open_session(channel) as session:
-        await session.start(request_id)
+        frame = gen.SessionRequest(start=gen.StartCommand(request_id=request_id, spec=spec()))
+        await session.send_raw(frame.SerializeToString())
         rejected = await session.event("command_rejected")
         await still_works(session)
     assert (reason_in(rejected.status), fields_in(rejected.status)) == ("INVALID_REQUEST", ["request_id"])

@@ -219,8 +219,8 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 
 
 async def test_a_reader_that_is_too_slow_costs_itself_alone() -> None:
-    """The engine bounds what waits; the writer takes from a request only when it can write."""
-    settings = {"engine.max_buffered_tokens": 20}
+    """Twenty tokens wait, then it is parked; what waits too long for its reader fails."""
+    settings = {"engine.max_buffered_tokens": 20, "session.slow_client_timeout_s": 0.1}
     async with (
         running_server(settings) as app,
         grpc.aio.insecure_channel(app.address) as channel,
@@ -241,19 +241,21 @@ async def test_a_reader_that_is_too_slow_costs_itself_alone() -> None:
     assert reason_in(failed.status) == "SLOW_CONSUMER"
     tokens = stalled.tokens("slow")
     assert tokens == expected_output([1], len(tokens))
-    assert 20 < failed.usage.output_tokens == len(tokens) < 30
+    assert failed.usage.output_tokens == len(tokens)
+    assert 20 <= len(tokens) <= 21, "the first of them was written at once"
+    assert failed.usage.parked.ToMilliseconds() >= 50
 
 
 def _block_writes(served: Any, until: asyncio.Event, request_id: str) -> None:
     """Let writes of a request's events wait, as they do when the transport is full."""
-    send = served._send
+    write = served._writer._write
 
-    async def slow_send(frame: Any) -> None:
-        if frame.request_id == request_id:
+    async def slow_write(frame: bytes) -> None:
+        if gen.SessionResponse.FromString(frame).request_id.endswith(f"/{request_id}"):
             await until.wait()
-        await send(frame)
+        await write(frame)
 
-    served._send = slow_send
+    served._writer._write = slow_write
 
 
 async def test_events_of_the_most_urgent_request_are_written_first() -> None:
@@ -269,7 +271,7 @@ async def test_events_of_the_most_urgent_request_are_written_first() -> None:
         for number, level in enumerate((10, 0, -10, 5, 0)):
             await session.start(f"{level} {number}", spec([1], level=level))
         await session.half_close()
-        await settled(lambda: app.statistics().num_requests == 6)
+        await settled(lambda: app.backend.registry.num_requests == 6)
         await settled(lambda: app.backend.engine.statistics().num_alive == 0)
         blocked.set()
         await session.to_the_end()

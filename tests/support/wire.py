@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
 
@@ -36,14 +37,20 @@ def spec(
 
 
 class WireSession:
-    """One session stream; events are kept by request."""
+    """One session stream; events are kept by request.
+
+    Ids are unique in a tenant and remembered for a while, and tests like short ones: on the
+    wire every id has the prefix ``scope``, which is a session's own unless another is given.
+    """
 
     def __init__(
         self,
         channel: grpc.aio.Channel,
         metadata: Sequence[tuple[str, str]] = (),
         timeout_s: float | None = None,
+        scope: str | None = None,
     ) -> None:
+        self.scope = secrets.token_hex(6) + "/" if scope is None else scope
         method = channel.stream_stream(SESSION, None, gen.SessionResponse.FromString)
         self.call = method(metadata=tuple(metadata), timeout=timeout_s)
         self.frames: list[gen.SessionResponse] = []
@@ -56,7 +63,11 @@ class WireSession:
 
     async def send(self, **command: Any) -> None:
         """Send a frame, such as ``cancel=gen.CancelCommand(...)``."""
-        await self.call.write(gen.SessionRequest(**command).SerializeToString())
+        frame = gen.SessionRequest(**command)
+        for body in command.values():
+            if hasattr(body, "request_id"):
+                getattr(frame, frame.WhichOneof("command")).request_id = self.scope + body.request_id
+        await self.call.write(frame.SerializeToString())
 
     async def send_raw(self, raw: bytes) -> None:
         """Send bytes."""
@@ -83,6 +94,23 @@ class WireSession:
         command = gen.ReprioritizeCommand(request_id=request_id, priority=types.Priority(level=level))
         await self.send(reprioritize=command)
 
+    async def credit(self, request_id: str, tokens: int = 0, acknowledged: int | None = None) -> None:
+        """Grant tokens, and say what was kept."""
+        command = gen.CreditCommand(request_id=request_id, tokens=tokens, acknowledged_sequence=acknowledged)
+        await self.send(credit=command)
+
+    async def pause(self, request_id: str) -> None:
+        """Pause a request."""
+        await self.send(pause=gen.PauseCommand(request_id=request_id))
+
+    async def unpause(self, request_id: str) -> None:
+        """Let it go on."""
+        await self.send(unpause=gen.UnpauseCommand(request_id=request_id))
+
+    async def resume(self, request_id: str, after: int) -> None:
+        """Take up a request of a lost session."""
+        await self.send(resume=gen.ResumeCommand(request_id=request_id, after_sequence=after))
+
     async def half_close(self) -> None:
         """No more frames."""
         await self.call.done_writing()
@@ -99,6 +127,7 @@ class WireSession:
             if await self.call.code() is not grpc.StatusCode.OK:
                 raise await rpc_error(self.call)
             raise EOFError
+        frame.request_id = frame.request_id.removeprefix(self.scope)
         self.frames.append(frame)
         return frame
 

@@ -32,6 +32,7 @@ EXAMPLES: dict[type[e.VorrangError], Callable[[], e.VorrangError]] = {
     e.TenantQuotaExceeded: lambda: e.TenantQuotaExceeded("queue of tenant 'a'", "tokens", 7),
     e.Displaced: e.Displaced,
     e.SessionLimit: lambda: e.SessionLimit("too many"),
+    e.ResumeOutOfRange: lambda: e.ResumeOutOfRange("the events after 5 are not held"),
     e.SlowConsumer: lambda: e.SlowConsumer("too slow"),
     e.Draining: lambda: e.Draining(2.5),
     EngineStarting: EngineStarting,
@@ -47,7 +48,6 @@ LATER = {
     "PREEMPTION_LIMIT",
     "UNAUTHENTICATED",
     "PERMISSION_DENIED",
-    "RESUME_OUT_OF_RANGE",
 }
 
 

@@ -12,8 +12,9 @@ from engine.loop import Engine
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
 from engine.scheduler.config import SchedulerConfig
 from server.backend import Backend
-from server.session import MAX_REMEMBERED_IDS, MAX_WAITING_FRAMES, Session
-from server.settings import ServerSection
+from server.session import Session
+from server.session_writer import MAX_WAITING_FRAMES
+from server.settings import ServerSection, SessionSection
 from tests.support.wire import reason_in, settled, spec
 from vorrang.v1 import generation_pb2 as gen
 
@@ -59,7 +60,10 @@ OPEN = frame(open=gen.OpenCommand())
 
 
 def make_backend(**settings: Any) -> Backend:
-    backend = Backend(ServerSection(**settings))
+    of_sessions = {name: settings.pop(name) for name in list(settings) if name in SessionSection.model_fields}
+    backend = Backend(
+        ServerSection(**settings), sessions=SessionSection(**({"resume_grace_s": 0} | of_sessions))
+    )
     engine = Engine(ScriptedRunner(64, 16), ScriptedTokenizer(), SchedulerConfig(), check_integrity=True)
     backend.set_engine(engine)
     return backend
@@ -141,13 +145,24 @@ async def test_a_cancelled_handler_leaves_nothing() -> None:
     assert backend.statistics().num_requests == backend.statistics().num_sessions == 0
 
 
-async def test_ids_are_remembered_for_a_while_and_then_free_again() -> None:
-    ids = [f"r{number}" for number in range(MAX_REMEMBERED_IDS + 1)]
-    bad = [start(request_id, temperature=-1) for request_id in ids]
-    stream = FakeStream([OPEN, *bad, start(ids[1]), start(ids[0])])
+async def test_ids_of_ended_requests_are_remembered_for_a_while_and_then_free_again() -> None:
+    backend = make_backend(max_retained_requests=2)
+    runs = [start(name, max_tokens=1) for name in ("a", "b", "c")]
+    stream = FakeStream([OPEN, start("c", max_tokens=2), start("a", max_tokens=2)])
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(backend.engine.run())
+        await Session(backend, FakeStream([OPEN, *runs])).run()  # type: ignore[arg-type]
+        await Session(backend, stream).run()  # type: ignore[arg-type]
+        engine.cancel()
+    rejected = [f for f in stream.written if f.HasField("command_rejected")]
+    assert [f.request_id for f in rejected] == ["c"]
+    assert reason_in(rejected[0].command_rejected.status) == "DUPLICATE_REQUEST_ID"
+    assert [f.request_id for f in stream.written if f.HasField("finished")] == ["a"]
+
+
+async def test_the_id_of_a_refused_start_is_free_at_once() -> None:
+    stream = FakeStream([OPEN, start("a", temperature=-1), start("a", max_tokens=1)])
     await serve(make_backend(), stream)
-    events = stream.written[1 + len(ids) :]
-    assert reason_in(events[0].command_rejected.status) == "DUPLICATE_REQUEST_ID"
-    assert events[0].request_id == ids[1]
-    assert [f.WhichOneof("event") for f in events[1:]][-1] == "finished"
-    assert {f.request_id for f in events[1:]} == {ids[0]}
+    kinds = [f.WhichOneof("event") for f in stream.written if f.request_id == "a"]
+    assert kinds[:2] == ["failed", "accepted"]
+    assert kinds[-1] == "finished"
