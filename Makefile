@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto constraints
+.PHONY: help setup demo serve test test-deep test-java soak bench bench-model sim check fmt proto constraints
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ test: $(STAMP) ## run the tests
 
 test-deep: $(STAMP) ## what `make test` leaves out for time
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
+
+test-java: $(STAMP) ## build the Java client and test it against the server (Java 17, Maven)
+	cd clients/java && VORRANG_PYTHON=$(abspath $(BIN)/python) mvn -B -q verify
 
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \

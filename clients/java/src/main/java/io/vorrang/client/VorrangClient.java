@@ -318,7 +318,7 @@ public final class VorrangClient implements AutoCloseable {
     private static boolean isLoopback(String target) {
       String host = target.substring(target.lastIndexOf('/') + 1);
       return target.startsWith("unix:")
-          || host.startsWith("127.")
+          || host.matches("127\\.[0-9.]+(:[0-9]+)?")
           || host.startsWith("localhost:")
           || host.startsWith("[::1]:");
     }

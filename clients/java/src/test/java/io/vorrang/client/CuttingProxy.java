@@ -12,7 +12,7 @@ import java.util.concurrent.ConcurrentHashMap;
 /** Between client and server on this machine; its connections can be cut, and new ones refused. */
 final class CuttingProxy implements AutoCloseable {
   private final ServerSocket socket;
-  private final int serverPort;
+  private volatile int serverPort;
   private final Set<Socket> sockets = ConcurrentHashMap.newKeySet();
   private volatile boolean refusing;
 
@@ -32,6 +32,11 @@ final class CuttingProxy implements AutoCloseable {
       close(open);
     }
     sockets.clear();
+  }
+
+  /** Where new connections lead. */
+  void serverPort(int port) {
+    serverPort = port;
   }
 
   /** Whether new connections are closed at once. */

@@ -78,6 +78,11 @@ final class ServerProcess implements AutoCloseable {
     process.destroy();
   }
 
+  /** Ends it as a fault of the machine would. */
+  void kill() {
+    process.destroyForcibly();
+  }
+
   void awaitEnd() throws InterruptedException {
     if (!process.waitFor(20, TimeUnit.SECONDS)) {
       throw new AssertionError("the server still runs");

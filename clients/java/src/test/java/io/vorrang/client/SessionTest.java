@@ -190,7 +190,7 @@ class SessionTest {
     var failure = assertThrows(ExecutionException.class, () -> answer.get(5, TimeUnit.SECONDS));
     var rejected = assertInstanceOf(CommandRejectedException.class, failure.getCause());
     assertEquals(Reason.INVALID_REQUEST, rejected.reason());
-    assertEquals("priority", rejected.violations().get(0).field());
+    assertEquals("priority.class_name", rejected.violations().get(0).field());
     assertEquals(Scripted.continuation("reject", 300), stream.text());
   }
 
@@ -243,9 +243,10 @@ class SessionTest {
   @Test
   void creditIsGrantedAsEventsAreTakenEvenOneByOne() throws Exception {
     var probe = Probe.on(session.start(Scripted.request("by one", 25).creditTokens(1).build()), 1);
-    while (!probe.end.isDone()) {
-      int seen = probe.events.size();
-      Probe.await("another event", () -> probe.events.size() > seen || probe.end.isDone());
+    for (int i = 1; !probe.end.isDone(); i++) {
+      int wanted = i;
+      Probe.await("another event", () -> probe.events.size() >= wanted || probe.end.isDone());
+      assertTrue(probe.events.size() <= wanted, "more events than were asked for");
       probe.request(1);
     }
     probe.finished();
