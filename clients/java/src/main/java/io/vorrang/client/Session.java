@@ -593,7 +593,7 @@ public final class Session implements AutoCloseable {
     outbox.clear();
     creditDue.clear();
     List.copyOf(streams.keySet()).forEach(id -> endStream(id, why));
-    afterwards.add(() -> transport.forget(this));
+    transport.forget(this);
     changed.signalAll();
   }
 
