@@ -11,9 +11,9 @@ import java.util.concurrent.Executor;
  * sees neither gap nor repetition.
  */
 public final class GenerationStream extends EventStream {
-  private final Session session;
+  private final SessionCore session;
 
-  // For the session alone, guarded by its lock.
+  // For the session's core alone, guarded by its lock.
   final SessionRequest startFrame; // null when it was taken up from an earlier session
   final int windowTokens;
   long lastSequence;
@@ -25,7 +25,7 @@ public final class GenerationStream extends EventStream {
   boolean cancelled;
 
   GenerationStream(
-      Session session,
+      SessionCore session,
       String requestId,
       SessionRequest startFrame,
       int windowTokens,
@@ -88,5 +88,12 @@ public final class GenerationStream extends EventStream {
   /** Whether the server should be granted more: half of the window is used up. */
   boolean wantsCredit() {
     return outstandingTokens <= windowTokens / 2;
+  }
+
+  /** The frame that fills its window up again. */
+  SessionRequest grant() {
+    int tokens = windowTokens - outstandingTokens;
+    outstandingTokens = windowTokens;
+    return Frames.credit(requestId(), tokens, consumedSequence);
   }
 }

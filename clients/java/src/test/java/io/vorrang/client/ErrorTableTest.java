@@ -217,31 +217,6 @@ class ErrorTableTest {
     }
   }
 
-  @Test
-  void creditFramesGrantTheWindowAndSayWhatWasKept() throws Exception {
-    server.answers =
-        (frame, out) -> {
-          if (frame.hasStart()) {
-            String id = frame.getStart().getRequestId();
-            out.onNext(answer(id, 1).setAccepted(AcceptedEvent.getDefaultInstance()).build());
-            for (int i = 0; i < 4; i++) {
-              out.onNext(answer(id, 2 + i).setDelta(DeltaEvent.newBuilder().addTokenIds(i)).build());
-            }
-          }
-        };
-    try (Session session = client.openSession()) {
-      var probe = Probe.on(session.start(Request.text("x").creditTokens(4).build()), 2);
-      Probe.await("two events", () -> probe.events.size() == 2);
-      assertEquals(4, server.frames.get(1).getStart().getSpec().getCreditTokens());
-      assertEquals(2, server.frames.size(), "one token of four used up: no grant yet");
-      probe.request(1);
-      Probe.await("a grant", () -> server.frames.size() == 3);
-      var credit = server.frames.get(2).getCredit();
-      assertEquals(2, credit.getTokens());
-      assertEquals(3, credit.getAcknowledgedSequence());
-    }
-  }
-
   private static SessionResponse.Builder answer(String requestId, long sequence) {
     return SessionResponse.newBuilder().setRequestId(requestId).setSequence(sequence);
   }

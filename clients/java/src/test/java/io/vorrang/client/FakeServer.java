@@ -46,7 +46,11 @@ final class FakeServer extends GenerationServiceImplBase implements AutoCloseabl
   }
 
   String address() {
-    return "127.0.0.1:" + server.getPort();
+    return "127.0.0.1:" + port();
+  }
+
+  int port() {
+    return server.getPort();
   }
 
   @Override

@@ -1,0 +1,131 @@
+package io.vorrang.client;
+
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertThrows;
+import static org.junit.jupiter.api.Assertions.assertTrue;
+
+import io.grpc.stub.StreamObserver;
+import io.vorrang.v1.AcceptedEvent;
+import io.vorrang.v1.DeltaEvent;
+import io.vorrang.v1.SessionRequest;
+import io.vorrang.v1.SessionResponse;
+import java.time.Duration;
+import java.util.List;
+import java.util.concurrent.ExecutionException;
+import java.util.concurrent.TimeUnit;
+import org.junit.jupiter.api.AfterEach;
+import org.junit.jupiter.api.BeforeEach;
+import org.junit.jupiter.api.Test;
+import org.junit.jupiter.api.Timeout;
+
+/** The frames a session sends, as a server sees them. */
+@Timeout(30)
+class FramesTest {
+  private FakeServer server;
+  private CuttingProxy proxy;
+  private VorrangClient client;
+
+  @BeforeEach
+  void open() throws Exception {
+    server = new FakeServer();
+    server.answers = FramesTest::acceptAndSendFourTokens;
+    proxy = new CuttingProxy(server.port());
+    client = VorrangClient.builder().target(proxy.address()).build();
+  }
+
+  @AfterEach
+  void close() throws Exception {
+    client.close();
+    proxy.close();
+    server.close();
+  }
+
+  @Test
+  void creditFramesGrantTheWindowAndSayWhatWasKept() throws Exception {
+    try (Session session = client.openSession(closingAtOnce())) {
+      var probe = Probe.on(session.start(Request.text("x").creditTokens(4).build()), 2);
+      Probe.await("two events", () -> probe.events.size() == 2);
+      assertEquals(4, server.frames.get(1).getStart().getSpec().getCreditTokens());
+      assertEquals(2, server.frames.size(), "one token of four used up: no grant yet");
+      probe.request(1);
+      Probe.await("a grant", () -> server.frames.size() == 3);
+      var credit = server.frames.get(2).getCredit();
+      assertEquals(2, credit.getTokens());
+      assertEquals(3, credit.getAcknowledgedSequence());
+    }
+  }
+
+  @Test
+  void whatIsReadWhileTheConnectionIsLostIsNotGrantedTwice() throws Exception {
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").creditTokens(4).build());
+      var probe = Probe.on(stream, 2); // accepted, and one token of four
+      Probe.await("two events", () -> probe.events.size() == 2);
+      proxy.refuse(true);
+      var unanswered = stream.reprioritize(Priority.BATCH);
+      proxy.cut();
+      assertThrows(ExecutionException.class, () -> unanswered.get(10, TimeUnit.SECONDS));
+      probe.request(2); // three of four: the window would be filled up if the stream were there
+      Probe.await("four events", () -> probe.events.size() == 4);
+      server.frames.clear();
+      proxy.refuse(false);
+      Probe.await("a resume", () -> server.frames.stream().anyMatch(SessionRequest::hasResume));
+      // The server counts the start's four tokens anew, and one is still unread: nothing is lacking.
+      var resume = server.frames.get(1).getResume();
+      assertEquals(5, resume.getAfterSequence());
+      assertEquals("token", server.frames.get(0).getOpen().getResumeSessionToken());
+      session.start(Request.text("witness").build()); // sent after whatever was due
+      Probe.await("the witness", () -> server.frames.stream().anyMatch(SessionRequest::hasStart));
+      assertEquals(List.of(), server.frames.stream().filter(SessionRequest::hasCredit).toList());
+    }
+  }
+
+  @Test
+  void aStartThatWasNeverAnsweredIsRepeatedAndPausesAndCancelsAreSaidAgain() throws Exception {
+    server.answers = (frame, out) -> {};
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").id("a").build());
+      stream.pause();
+      stream.unpause();
+      stream.cancel();
+      Probe.await("four commands", () -> server.frames.size() == 5);
+      var start = server.frames.get(1);
+      server.frames.clear();
+      proxy.cut();
+      Probe.await("them again", () -> server.frames.size() == 4);
+      assertEquals(start, server.frames.get(1));
+      assertTrue(server.frames.get(2).hasUnpause());
+      assertEquals("a", server.frames.get(3).getCancel().getRequestId());
+    }
+  }
+
+  @Test
+  void closingCancelsByNameSoThatTheServerKeepsNothing() throws Exception {
+    Session session = client.openSession(closingAtOnce());
+    session.start(Request.text("x").id("a").build());
+    session.start(Request.text("x").id("b").build());
+    session.close();
+    Probe.await(
+        "two cancels", () -> server.frames.stream().filter(SessionRequest::hasCancel).count() == 2);
+  }
+
+  /** This server never ends a request, so there is no use in waiting for it. */
+  private static SessionOptions closingAtOnce() {
+    return SessionOptions.builder().closeTimeout(Duration.ofMillis(50)).build();
+  }
+
+  private static void acceptAndSendFourTokens(
+      SessionRequest frame, StreamObserver<SessionResponse> out) {
+    if (frame.hasStart()) {
+      String id = frame.getStart().getRequestId();
+      out.onNext(answer(id, 1).setAccepted(AcceptedEvent.getDefaultInstance()).build());
+      for (int i = 0; i < 4; i++) {
+        out.onNext(answer(id, 2 + i).setDelta(DeltaEvent.newBuilder().addTokenIds(i)).build());
+      }
+    }
+  }
+
+  private static SessionResponse.Builder answer(String requestId, long sequence) {
+    return SessionResponse.newBuilder().setRequestId(requestId).setSequence(sequence);
+  }
+}
