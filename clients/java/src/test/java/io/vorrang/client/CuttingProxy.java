@@ -14,6 +14,7 @@ final class CuttingProxy implements AutoCloseable {
   private final ServerSocket socket;
   private volatile int serverPort;
   private final Set<Socket> sockets = ConcurrentHashMap.newKeySet();
+  private final Set<Socket> silent = ConcurrentHashMap.newKeySet();
   private volatile boolean refusing;
 
   CuttingProxy(int serverPort) throws IOException {
@@ -44,6 +45,11 @@ final class CuttingProxy implements AutoCloseable {
     this.refusing = refusing;
   }
 
+  /** Carries nothing more on the connections there are, without closing them; new ones work. */
+  void silence() {
+    silent.addAll(sockets);
+  }
+
   @Override
   public void close() throws IOException {
     socket.close();
@@ -69,10 +75,15 @@ final class CuttingProxy implements AutoCloseable {
     }
   }
 
-  private static void pump(Socket from, Socket to) {
+  private void pump(Socket from, Socket to) {
+    byte[] bytes = new byte[8192];
     try (InputStream in = from.getInputStream();
         OutputStream out = to.getOutputStream()) {
-      in.transferTo(out);
+      for (int size = in.read(bytes); size >= 0; size = in.read(bytes)) {
+        if (!silent.contains(from)) {
+          out.write(bytes, 0, size);
+        }
+      }
     } catch (IOException cut) {
       close(to);
     }

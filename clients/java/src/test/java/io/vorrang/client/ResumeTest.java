@@ -136,6 +136,23 @@ class ResumeTest {
   }
 
   @Test
+  void aConnectionThatFellSilentIsFoundOutAndReplaced() throws Exception {
+    var builder = VorrangClient.builder().target(proxy.address());
+    // gRPC for Java sends no keepalive within less than 10 s, so this takes as long.
+    builder.keepAlive(Duration.ofSeconds(10), Duration.ofSeconds(1));
+    try (VorrangClient watchful = builder.build();
+        Session session = watchful.openSession()) {
+      var request = Scripted.request("silent", 900).creditTokens(64).build();
+      var probe = Probe.on(session.start(request), Long.MAX_VALUE);
+      Probe.await("a token", () -> probe.tokens() > 0);
+      proxy.silence();
+      assertFalse(probe.end.isDone());
+      probe.finished();
+      assertEquals(Scripted.continuation("silent", 900), probe.text());
+    }
+  }
+
+  @Test
   void anIdleSessionIsThereAgainWhenItIsNeeded() throws Exception {
     try (Session session = client.openSession()) {
       String token = session.info().token();
