@@ -36,8 +36,8 @@ test-deep: $(STAMP) ## what `make test` leaves out for time
 test-java: $(STAMP) ## build the Java client and test it against the server (Java 17, Maven)
 	cd clients/java && VORRANG_PYTHON=$(abspath $(BIN)/python) mvn -B -q verify
 
-soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000
-	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 \
+soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
+	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
 
 bench: $(STAMP) ## what planning costs

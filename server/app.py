@@ -26,6 +26,8 @@ from server.settings import Settings, SettingsError
 
 #: Seconds that cut requests get to end, and that their last events get to be written.
 END_S_MAX = 5.0
+#: Seconds that watchers of the health get to be told before the first request is refused.
+TELL_S_MAX = 0.2
 #: Seconds the transport gets to send the last statuses.
 STOP_GRACE_S = 0.5
 
@@ -233,6 +235,7 @@ class App:
     async def _drain(self, engine: Engine) -> None:
         """Let what runs end, refuse what is new, cut what lasts too long."""
         await self.health.set(serving=False)
+        await self.health.wait_until_told(TELL_S_MAX)
         grace_s = self._settings.server.grace_s
         log.info("server.draining", grace_s=grace_s, num_alive=engine.statistics().num_alive)
         engine.drain()

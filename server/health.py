@@ -5,6 +5,7 @@ several leaves (1.76); this one does not.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     def __init__(self) -> None:
         self._serving = False
         self._changed = asyncio.Condition()
+        self._watchers: dict[object, bool] = {}  # whether each was told of the last change
 
     @property
     def serving(self) -> bool:
@@ -36,8 +38,16 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def set(self, serving: bool) -> None:
         """Change the answer, and tell every watcher."""
         async with self._changed:
+            if serving is not self._serving:
+                self._watchers = dict.fromkeys(self._watchers, False)
             self._serving = serving
             self._changed.notify_all()
+
+    async def wait_until_told(self, timeout_s: float) -> None:
+        """Return when every watcher was written the answer, or after ``timeout_s``: one may not read."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s), self._changed:
+                await self._changed.wait_for(lambda: all(self._watchers.values()))
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The answer now; NOT_FOUND for a service that is not ours."""
@@ -48,12 +58,20 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
     async def Watch(self, request: Any, context: Any) -> None:  # noqa: N802
         """The answer now and whenever it changes, until the client leaves."""
         last: int | None = None
-        while True:
-            async with self._changed:
-                while self._status(request.service) == last:
-                    await self._changed.wait()
-                last = self._status(request.service)
-            await context.write(_Status(status=last))
+        me = object()
+        self._watchers[me] = False
+        try:
+            while True:
+                async with self._changed:
+                    while self._status(request.service) == last:
+                        if not self._watchers[me]:
+                            self._watchers[me] = True
+                            self._changed.notify_all()
+                        await self._changed.wait()
+                    last = self._status(request.service)
+                await context.write(_Status(status=last))
+        finally:
+            del self._watchers[me]
 
     def _status(self, service: str) -> int:
         if service not in SERVICES:

@@ -30,14 +30,19 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
         settings: all of them.
         on_failure: is told of a known failure, in words; ends the process.
     """
-    logs.set_up(settings.log.level, settings.log.format)
+    lines = logs.set_up(settings.log.level, settings.log.format)
+    failure = ""
     try:
         asyncio.run(_serve(settings))
     except EngineDied:
-        print("vorrang: the engine died; the log says why", file=sys.stderr)  # noqa: T201
+        lines.write("vorrang: the engine died; the log says why\n")
         sys.exit(EXIT_ENGINE_DIED)
     except VorrangError as error:
-        on_failure(str(error))
+        failure = str(error)
+    finally:
+        lines.close()
+    if failure:
+        on_failure(failure)
 
 
 async def _serve(settings: Settings) -> None:

@@ -98,6 +98,8 @@ class Session:
     async def _read(self) -> None:
         while self._commands.too_bad is None:
             raw = await self._context.read()
+            if self._writer.lost:
+                return  # what it asks for now is for requests that are another stream's
             if raw is grpc.aio.EOF:
                 self._writer.half_close()
                 await asyncio.sleep(EOF_DOUBT_S)

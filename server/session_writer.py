@@ -88,6 +88,11 @@ class SessionWriter:
             self.drop(request)
         self._lost.set()
 
+    @property
+    def lost(self) -> bool:
+        """Whether another stream has taken up the session."""
+        return self._lost.is_set()
+
     def half_close(self) -> None:
         """The client sends no more frames: end when all requests have."""
         self.half_closed = True

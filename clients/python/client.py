@@ -117,6 +117,9 @@ class VorrangClient:
         self,
         *,
         default_priority: PriorityLike | None = None,
+        default_credit_tokens: int | None = None,
+        keep_credit: bool = True,
+        resume_token: str = "",
         client_name: str = "vorrang-python",
         open_timeout_s: float = 30.0,
     ) -> Session:
@@ -124,6 +127,12 @@ class VorrangClient:
 
         Args:
             default_priority: level or class of starts that carry none.
+            default_credit_tokens: output tokens a request may be ahead of its reader; None = the server's
+                choice. A request that nobody reads stands still then, and fails in the end.
+            keep_credit: grant what was read, and acknowledge it; False = the caller does, with
+                ``Session.credit``.
+            resume_token: ``info.session_token`` of a session whose stream was lost; its requests can
+                be taken up with ``Session.resume``. A stream it still has is ended.
             client_name: name and version of the calling program, for the server's logs.
             open_timeout_s: longest wait for the server's answer.
         """
@@ -136,6 +145,9 @@ class VorrangClient:
             lambda: method(metadata=self._metadata),
             client_name=client_name,
             default_priority=default_priority,
+            default_credit_tokens=default_credit_tokens,
+            keep_credit=keep_credit,
+            resume_token=resume_token,
             open_timeout_s=open_timeout_s,
         )
 

@@ -134,6 +134,12 @@ class SlowConsumer(RequestFailed):
     """The output was read too slowly for longer than the server allows."""
 
 
+class ResumeOutOfRange(RequestFailed):
+    """The events to resume from, or the session itself, are not held by the server any more."""
+
+    default_code = grpc.StatusCode.OUT_OF_RANGE
+
+
 class DeadlineExceeded(RequestFailed):
     """The time allowed ran out."""
 
@@ -165,6 +171,7 @@ CLASS_BY_REASON: dict[str, type[VorrangError]] = {
     "SLO_UNATTAINABLE": Overloaded,
     "SESSION_LIMIT": Overloaded,
     "SLOW_CONSUMER": SlowConsumer,
+    "RESUME_OUT_OF_RANGE": ResumeOutOfRange,
     "DRAINING": ServerUnavailable,
     "ENGINE_RESTARTING": ServerUnavailable,
     "DISPLACED": Displaced,

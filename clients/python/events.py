@@ -231,6 +231,7 @@ class SessionInfo:
         default_level: level of starts that carry no priority.
         policy: scheduling policy in force.
         server_version: version of the server program.
+        default_credit_tokens: credit of starts that carry none; 0 = the server enforces none.
     """
 
     session_token: str
@@ -238,6 +239,7 @@ class SessionInfo:
     default_level: int
     policy: str
     server_version: str
+    default_credit_tokens: int = 0
 
 
 def seconds(duration: Duration) -> float:
@@ -275,6 +277,18 @@ def decode_usage(usage: types_pb2.Usage) -> Usage:
 def decode_limits(limits: types_pb2.Limits) -> Limits:
     """Read limits from the wire."""
     return Limits(**{field.name: getattr(limits, field.name) for field in fields(Limits)})
+
+
+def decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:
+    """Read the answer to ``open`` from the wire."""
+    return SessionInfo(
+        session_token=opened.session_token,
+        limits=decode_limits(opened.limits),
+        default_level=opened.default_level,
+        policy=opened.policy,
+        server_version=opened.server_version,
+        default_credit_tokens=opened.default_credit_tokens,
+    )
 
 
 def decode_accepted(event: generation_pb2.AcceptedEvent) -> Accepted:

@@ -42,7 +42,9 @@ class RequestOptions(SamplingOptions, total=False):
 
     ``queue_timeout_s`` bounds the wait for the first computation and
     ``total_timeout_s`` the whole request, both in seconds; at expiry the
-    partial output stands. ``label`` is free text for the server's logs.
+    partial output stands. ``credit_tokens`` are the output tokens a request in a
+    session may be ahead of its reader; None = the session's. ``label`` is free text
+    for the server's logs.
     """
 
     messages: Messages
@@ -52,6 +54,7 @@ class RequestOptions(SamplingOptions, total=False):
     model: str
     queue_timeout_s: float
     total_timeout_s: float
+    credit_tokens: int | None
 
 
 _SAMPLING_NAMES = SamplingOptions.__annotations__.keys()
@@ -108,6 +111,9 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
     priority = options.get("priority")
     if priority is not None:
         spec.priority.CopyFrom(encode_priority(priority))
+    credit_tokens = options.get("credit_tokens")
+    if credit_tokens is not None:
+        spec.credit_tokens = credit_tokens
     if "queue_timeout_s" in options:
         spec.queue_timeout.CopyFrom(_duration(options["queue_timeout_s"]))
     if "total_timeout_s" in options:

@@ -17,6 +17,7 @@ from uuid import uuid4
 import grpc.aio
 from google.protobuf.message import Message
 
+from clients.python import frames
 from clients.python.errors import (
     ConnectionLost,
     DuplicateRequestId,
@@ -30,19 +31,19 @@ from clients.python.events import (
     PriorityChanged,
     SessionInfo,
     decode,
-    decode_limits,
+    decode_opened,
     decode_usage,
     seconds,
 )
-from clients.python.request import PriorityLike, RequestOptions, encode_priority, encode_spec
+from clients.python.request import PriorityLike, RequestOptions, encode_spec
 from clients.python.stream import RequestStream
 from vorrang.v1 import generation_pb2
 
-#: Revision of the protocol this client was built for.
-REVISION = 1
 _OUTBOX_FRAMES_MAX = 64
 #: How long a server may take to end the stream once nothing runs on it any more.
 _EOF_WAIT_S_MAX = 5.0
+#: How long a server may take to hear of the end of a session that is left with an exception.
+_CANCEL_S_MAX = 1.0
 
 Call = grpc.aio.StreamStreamCall[Message, generation_pb2.SessionResponse]
 
@@ -52,7 +53,11 @@ class Session:
 
     Entering opens the stream and waits for the server's answer. Leaving
     normally half-closes it and waits until the requests still running have
-    ended; leaving with an exception cancels the call, and with it every request.
+    ended; leaving with an exception cancels every request and then the call.
+
+    When the stream is lost its requests go on for a while. ``info.session_token``, given
+    to a new session as ``resume_token``, and ``resume`` with the stream's ``last_sequence``
+    take them up again.
 
     Attributes:
         info: what the server said when the session was opened.
@@ -68,12 +73,14 @@ class Session:
         client_name: str,
         default_priority: PriorityLike | None,
         open_timeout_s: float,
+        default_credit_tokens: int | None = None,
+        keep_credit: bool = True,
+        resume_token: str = "",
     ) -> None:
         self.going_away_s: float | None = None
         self._make_call = make_call
-        self._open = generation_pb2.OpenCommand(client_name=client_name, revision=REVISION)
-        if default_priority is not None:
-            self._open.default_priority.CopyFrom(encode_priority(default_priority))
+        self._open = frames.open_frame(client_name, default_priority, default_credit_tokens, resume_token)
+        self._keep_credit = keep_credit
         self._open_timeout_s = open_timeout_s
         self._streams: dict[str, RequestStream] = {}
         self._acknowledgements: dict[str, deque[asyncio.Future[PriorityChanged]]] = {}
@@ -97,7 +104,7 @@ class Session:
         self._call = self._make_call()
         # The two tasks outlive this method and are ended, in every case, by `_end`.
         self._tasks = [loop.create_task(self._write_frames()), loop.create_task(self._read_frames())]
-        self._outbox.put_nowait(generation_pb2.SessionRequest(open=self._open))
+        self._outbox.put_nowait(self._open)
         try:
             async with asyncio.timeout(self._open_timeout_s):
                 self.info = await self._opened
@@ -113,7 +120,9 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if error is None and self._loss is None:
+            if error is not None:
+                await self._cancel_all()
+            elif self._loss is None:
                 await self.close()
                 await self._idle.wait()
                 with suppress(TimeoutError):
@@ -149,18 +158,87 @@ class Session:
         self._check_open()
         if request_id in self._streams:
             raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
-        stream = RequestStream(request_id, self._now_s(), cancel=self.cancel, reprioritize=self._reprioritize)
-        self._streams[request_id] = stream
-        self._idle.clear()
+        stream = self._new_stream(request_id, options.get("credit_tokens"))
         try:
-            await self._send(
-                generation_pb2.SessionRequest(
-                    start=generation_pb2.StartCommand(request_id=request_id, spec=spec)
-                )
-            )
+            await self._send(frames.start_frame(request_id, spec))
         except BaseException:
             self._remove(request_id)
             raise
+        return stream
+
+    async def resume(
+        self, request_id: str, after_sequence: int = 0, *, credit_tokens: int | None = None
+    ) -> RequestStream:
+        """Take up a request of the lost session whose token this one was opened with.
+
+        Args:
+            request_id: as it was started.
+            after_sequence: ``last_sequence`` of its lost stream; what came later is sent again.
+            credit_tokens: output tokens it may be ahead of its reader; None = the session's.
+
+        Returns:
+            Its events from there on; the result holds what they hold. The iterator raises
+            ``ResumeOutOfRange`` when they are not held any more.
+
+        Raises:
+            DuplicateRequestId: a request of that id is alive in this session.
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        self._check_open()
+        if request_id in self._streams:
+            raise DuplicateRequestId(f"request {request_id!r} is alive in this session")
+        stream = self._new_stream(request_id, credit_tokens)
+        try:
+            await self._send(frames.resume_frame(request_id, after_sequence))
+            if stream.window_tokens:  # whatever its start said, it has the window from here on
+                await self.credit(request_id, stream.window_tokens)
+        except BaseException:
+            self._remove(request_id)
+            raise
+        return stream
+
+    async def credit(
+        self, request_id: str, num_tokens: int, acknowledged_sequence: int | None = None
+    ) -> None:
+        """Grant output tokens to a request; a session that keeps credit does it by itself.
+
+        Args:
+            request_id: whose.
+            num_tokens: on top of what is left.
+            acknowledged_sequence: up to where events need not be held for a resume; None = not said.
+
+        Raises:
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        await self._send(frames.credit_frame(request_id, num_tokens, acknowledged_sequence))
+
+    def try_credit(self, request_id: str, num_tokens: int, acknowledged_sequence: int) -> bool:
+        """Grant tokens if that can be said without waiting; False when it can't."""
+        if self._half_closed or self._loss is not None or self._outbox.full():
+            return False
+        self._outbox.put_nowait(frames.credit_frame(request_id, num_tokens, acknowledged_sequence))
+        return True
+
+    async def pause(self, request_id: str) -> None:
+        """Stop a request's computation, keeping its place; harmless when it has ended.
+
+        Raises:
+            SessionClosed: the session was half-closed or left.
+            ConnectionLost: the stream is broken.
+        """
+        await self._send(frames.pause_frame(request_id))
+
+    async def unpause(self, request_id: str) -> None:
+        """Let a paused request go on; raises as ``pause`` does."""
+        await self._send(frames.unpause_frame(request_id))
+
+    def _new_stream(self, request_id: str, credit_tokens: int | None) -> RequestStream:
+        window_tokens = self.info.default_credit_tokens if credit_tokens is None else credit_tokens
+        stream = RequestStream(request_id, self._now_s(), self, window_tokens * self._keep_credit)
+        self._streams[request_id] = stream
+        self._idle.clear()
         return stream
 
     async def cancel(self, request_id: str) -> None:
@@ -170,9 +248,7 @@ class Session:
             SessionClosed: the session was half-closed or left.
             ConnectionLost: the stream is broken.
         """
-        await self._send(
-            generation_pb2.SessionRequest(cancel=generation_pb2.CancelCommand(request_id=request_id))
-        )
+        await self._send(frames.cancel_frame(request_id))
 
     async def reprioritize(
         self, request_id: str, priority: PriorityLike, *, timeout_s: float = 10.0
@@ -187,7 +263,16 @@ class Session:
 
         Cancellation: the command may have been sent; the request goes on either way.
         """
-        return await self._reprioritize(request_id, priority, timeout_s)
+        frame = frames.reprioritize_frame(request_id, priority)
+        answer: asyncio.Future[PriorityChanged] = asyncio.get_running_loop().create_future()
+        # Answers of one request come in the order of its commands.
+        self._acknowledgements.setdefault(request_id, deque()).append(answer)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(frame)
+                return await answer
+        finally:
+            answer.cancel()
 
     async def close(self) -> None:
         """Half-close: no more commands; the requests already started run to their end.
@@ -205,23 +290,16 @@ class Session:
         """Number of requests that have not ended."""
         return len(self._streams)
 
-    async def _reprioritize(
-        self, request_id: str, priority: PriorityLike, timeout_s: float
-    ) -> PriorityChanged:
-        frame = generation_pb2.SessionRequest(
-            reprioritize=generation_pb2.ReprioritizeCommand(
-                request_id=request_id, priority=encode_priority(priority)
-            )
-        )
-        answer: asyncio.Future[PriorityChanged] = asyncio.get_running_loop().create_future()
-        # Answers of one request come in the order of its commands.
-        self._acknowledgements.setdefault(request_id, deque()).append(answer)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._send(frame)
-                return await answer
-        finally:
-            answer.cancel()
+    async def _cancel_all(self) -> None:
+        """Tell the server that nobody waits; without being told it would go on for a while."""
+        if self._half_closed or self._loss is not None:
+            return
+        with suppress(TimeoutError, VorrangError):
+            async with asyncio.timeout(_CANCEL_S_MAX):
+                for request_id in list(self._streams):
+                    await self.cancel(request_id)
+                await self.close()
+                await self._lost.wait()
 
     def _check_open(self) -> None:
         if self._loss is not None:
@@ -279,7 +357,7 @@ class Session:
         case = response.WhichOneof("event")
         if case == "opened":
             if not self._opened.done():
-                self._opened.set_result(_decode_opened(response.opened))
+                self._opened.set_result(decode_opened(response.opened))
         elif case == "go_away":
             self.going_away_s = seconds(response.go_away.time_left)
         elif case == "command_rejected":
@@ -305,7 +383,7 @@ class Session:
                 answer.set_result(event)
         if event is None or stream is None:
             return
-        stream.feed(event, self._now_s())
+        stream.feed(event, self._now_s(), response.sequence)
         if isinstance(event, Finished):
             self._remove(response.request_id)
 
@@ -317,6 +395,10 @@ class Session:
             stream = self._streams.get(request_id)
             if stream is not None and not stream.accepted:
                 self._remove(request_id)
+                stream.fail(error_from_status(rejected.status))
+        elif rejected.command == "resume":
+            stream = self._remove(request_id)
+            if stream is not None:
                 stream.fail(error_from_status(rejected.status))
         elif rejected.command == "reprioritize":
             answer = self._next_acknowledgement(request_id)
@@ -375,13 +457,3 @@ class Session:
 def _copy(loss: VorrangError) -> VorrangError:
     """An equal error: one instance raised in several tasks would mix up their tracebacks."""
     return type(loss)(loss.message, code=loss.code, reason=loss.reason, retryable=loss.retryable)
-
-
-def _decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:
-    return SessionInfo(
-        session_token=opened.session_token,
-        limits=decode_limits(opened.limits),
-        default_level=opened.default_level,
-        policy=opened.policy,
-        server_version=opened.server_version,
-    )

@@ -3,9 +3,8 @@
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import grpc.aio
 
@@ -167,54 +166,90 @@ class EventBuffer:
     Bounded by what the request can cause, not by a count: neighbouring deltas
     become one, of neighbouring queue positions only the latest is kept, and
     every other event happens a bounded number of times.
+
+    Attributes:
+        last_sequence: sequence up to which events were taken; 0 = none were.
     """
 
     def __init__(self) -> None:
         self._events: deque[Event | _PendingDelta] = deque()
+        self._sequences: deque[int] = deque()
+        self.last_sequence = 0
 
     def __len__(self) -> int:
         return len(self._events)
 
-    def push(self, event: Event) -> None:
+    def push(self, event: Event, sequence: int = 0) -> None:
         """Add ``event`` as the newest."""
         newest = self._events[-1] if self._events else None
-        if isinstance(event, Delta):
-            if isinstance(newest, _PendingDelta):
-                newest.merge(event)
-            else:
-                self._events.append(_PendingDelta(event))
+        if isinstance(event, Delta) and isinstance(newest, _PendingDelta):
+            newest.merge(event)
+            self._sequences[-1] = sequence
             return
         if isinstance(event, QueueUpdate) and isinstance(newest, QueueUpdate):
             self._events.pop()
-        self._events.append(event)
+            self._sequences.pop()
+        self._events.append(_PendingDelta(event) if isinstance(event, Delta) else event)
+        self._sequences.append(sequence)
 
     def pop(self) -> Event:
         """Take the oldest event."""
         event = self._events.popleft()
+        self.last_sequence = self._sequences.popleft()
         return event.delta() if isinstance(event, _PendingDelta) else event
+
+
+class Commands(Protocol):
+    """What a request's stream asks of its session."""
+
+    async def cancel(self, request_id: str) -> None:
+        """See ``Session.cancel``."""
+
+    async def pause(self, request_id: str) -> None:
+        """See ``Session.pause``."""
+
+    async def unpause(self, request_id: str) -> None:
+        """See ``Session.unpause``."""
+
+    async def reprioritize(
+        self, request_id: str, priority: PriorityLike, *, timeout_s: float = 10.0
+    ) -> PriorityChanged:
+        """See ``Session.reprioritize``."""
+        ...
+
+    def try_credit(self, request_id: str, num_tokens: int, acknowledged_sequence: int) -> bool:
+        """Grant tokens if that can be said without waiting; False when it can't."""
+        ...
 
 
 class RequestStream(EventStream):
     """A request started in a session. Made by ``Session.start``.
 
     Times in its result are those at which events arrived, however late they are read.
+    What is read is granted to the request again, so that it is never further ahead of its
+    reader than its credit; one that nobody reads stands still.
     """
 
     def __init__(
         self,
         request_id: str,
         sent_at_s: float,
-        *,
-        cancel: Callable[[str], Awaitable[None]],
-        reprioritize: Callable[[str, PriorityLike, float], Awaitable[PriorityChanged]],
+        commands: "Commands",
+        window_tokens: int,
     ) -> None:
         super().__init__(request_id, sent_at_s)
-        self._cancel = cancel
-        self._reprioritize = reprioritize
+        self._commands = commands
+        self.window_tokens = window_tokens
+        self._num_read_tokens = 0
         self._buffer = EventBuffer()
         self._error: VorrangError | None = None
         self._news = asyncio.Event()
         self.accepted = False
+
+    @property
+    def last_sequence(self) -> int:
+        """Sequence of the last event that was read: where to resume after a loss."""
+        return self._buffer.last_sequence
 
     @property
     def ended(self) -> bool:
@@ -229,7 +264,21 @@ class RequestStream(EventStream):
                 raise StopAsyncIteration
             self._news.clear()
             await self._news.wait()
-        return self._buffer.pop()
+        event = self._buffer.pop()
+        if isinstance(event, Delta):
+            self._grant(len(event.token_ids))
+        return event
+
+    def _grant(self, num_tokens: int) -> None:
+        """Grant again what was read, once it is half the window: a frame a token would cost too much."""
+        self._num_read_tokens += num_tokens
+        if (
+            self.window_tokens
+            and not self.ended
+            and self._num_read_tokens * 2 >= self.window_tokens
+            and self._commands.try_credit(self.request_id, self._num_read_tokens, self.last_sequence)
+        ):
+            self._num_read_tokens = 0
 
     async def cancel(self) -> None:
         """Cancel the request; does nothing when it has ended.
@@ -241,16 +290,26 @@ class RequestStream(EventStream):
             SessionClosed: the session was half-closed before the request had ended.
         """
         if not self.ended:
-            await self._cancel(self.request_id)
+            await self._commands.cancel(self.request_id)
+
+    async def pause(self) -> None:
+        """Stop its computation for as long as you like; does nothing when it has ended."""
+        if not self.ended:
+            await self._commands.pause(self.request_id)
+
+    async def unpause(self) -> None:
+        """Let it go on after a pause; does nothing when it has ended."""
+        if not self.ended:
+            await self._commands.unpause(self.request_id)
 
     async def reprioritize(self, priority: PriorityLike, *, timeout_s: float = 10.0) -> PriorityChanged:
         """Change the priority and wait for the acknowledgement; see ``Session.reprioritize``."""
-        return await self._reprioritize(self.request_id, priority, timeout_s)
+        return await self._commands.reprioritize(self.request_id, priority, timeout_s=timeout_s)
 
-    def feed(self, event: Event, now_s: float) -> None:
+    def feed(self, event: Event, now_s: float, sequence: int = 0) -> None:
         """Take in an event that arrived at ``now_s``. For the session alone."""
         self._collector.add(event, now_s)
-        self._buffer.push(event)
+        self._buffer.push(event, sequence)
         self.accepted = self.accepted or isinstance(event, Accepted)
         self._news.set()
 

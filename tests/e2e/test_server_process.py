@@ -1,5 +1,6 @@
 """A real process: signals, exit statuses, the command line."""
 
+import asyncio
 import json
 import time
 
@@ -154,3 +155,19 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     assert time.monotonic() - started < 10
     assert {"serve", "doctor", "config"} <= set(result.stdout.split())
     assert run_python(code).stdout.strip() == "[]"
+
+
+@pytest.mark.asyncio
+async def test_a_log_that_nobody_reads_stops_nobody() -> None:
+    """A pipe takes 64 KiB; a request logs about 400 bytes, a session more."""
+    with server_process("--log-level", "debug") as server:
+        async with grpc.aio.insecure_channel(server.address) as channel, open_session(channel) as session:
+            for number in range(400):
+                await session.start(f"r{number}", spec([1], max_tokens=1))
+            await session.half_close()
+            async with asyncio.timeout(20):
+                await session.to_the_end()
+        server.terminate()
+        assert server.wait() == 0
+    ended = [frame for frame in session.frames if frame.HasField("finished") or frame.HasField("failed")]
+    assert len(ended) == 400

@@ -21,6 +21,7 @@ from clients.python import (
     PriorityChanged,
     QueueUpdate,
     Resumed,
+    ResumeOutOfRange,
     Session,
     SessionClosed,
     Started,
@@ -517,3 +518,68 @@ async def test_a_full_outbox_does_not_outlive_the_stream():
                     await outcome.result()
         assert any(isinstance(outcome, ConnectionLost) for outcome in outcomes)
         assert session.alive == 0
+
+
+async def test_credit_pause_and_resume_are_on_the_wire():
+    async def script(session: FakeSession) -> None:
+        command = await session.open(session_token="t", default_credit_tokens=4)
+        assert (command.default_credit_tokens, command.resume_session_token) == (4, "t")
+        resume = await session.receive("resume")
+        assert (resume.request_id, resume.after_sequence) == ("r", 7)
+        credit = await session.receive("credit")
+        assert (credit.request_id, credit.tokens) == ("r", 4), "whatever its start had, it has the window now"
+        assert not credit.HasField("acknowledged_sequence")
+        await session.send("r", sequence=8, delta=delta(5, 1))
+        await session.send("r", sequence=9, delta=delta(6, 2))
+        credit = await session.receive("credit")
+        assert (credit.tokens, credit.acknowledged_sequence) == (2, 9)
+        assert (await session.receive("pause")).request_id == "r"
+        assert (await session.receive("unpause")).request_id == "r"
+        by_hand = await session.receive("credit")
+        assert (by_hand.tokens, by_hand.HasField("acknowledged_sequence")) == (3, False)
+        await session.send("r", sequence=10, finished=finished())
+        await session.receive_end()
+
+    async with connected(script, default_credit_tokens=4, resume_token="t") as session:
+        stream = await session.resume("r", 7)
+        num_tokens = 0
+        while num_tokens < 2:
+            num_tokens += len((await anext(stream)).token_ids)
+        assert stream.last_sequence == 9
+        await stream.pause()
+        await stream.unpause()
+        await session.credit("r", 3)
+        result = await stream.result()
+    assert result.token_ids == (1, 2)
+    assert stream.last_sequence == 10
+
+
+async def test_a_resume_that_is_rejected_fails_its_stream_alone():
+    async def script(session: FakeSession) -> None:
+        await session.open()
+        resume = await session.receive("resume")
+        rejection = generation_pb2.CommandRejectedEvent(
+            status=status(grpc.StatusCode.OUT_OF_RANGE, "RESUME_OUT_OF_RANGE"), command="resume"
+        )
+        await session.send(resume.request_id, command_rejected=rejection)
+        await session.send(await session.accept(), finished=finished())
+        await session.receive_end()
+
+    async with connected(script) as session:
+        with pytest.raises(ResumeOutOfRange):
+            await (await session.resume("r")).result()
+        await (await session.start("x")).result()
+
+
+async def test_nothing_is_granted_when_the_caller_keeps_credit_or_the_server_has_none():
+    async def script(session: FakeSession) -> None:
+        command = await session.open()
+        assert not command.HasField("default_credit_tokens")
+        request_id = (await session.receive("start")).request_id
+        await session.send(request_id, delta=delta(0, *range(50)))
+        await session.send(request_id, finished=finished())
+        await session.receive_end()
+
+    for options in ({}, {"keep_credit": False}):
+        async with connected(script, **options) as session:
+            await (await session.start("x")).result()

@@ -11,6 +11,7 @@ from engine.errors import MalformedFrame
 from engine.loop import Engine
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
 from engine.scheduler.config import SchedulerConfig
+from server import session_commands as commands
 from server.backend import Backend
 from server.session import Session
 from server.session_writer import MAX_WAITING_FRAMES
@@ -166,3 +167,87 @@ async def test_the_id_of_a_refused_start_is_free_at_once() -> None:
     kinds = [f.WhichOneof("event") for f in stream.written if f.request_id == "a"]
     assert kinds[:2] == ["failed", "accepted"]
     assert kinds[-1] == "finished"
+
+
+class OpenStream(FakeStream):
+    """Frames can be added while it is read; the end comes with ``close``."""
+
+    def __init__(self, frames: Sequence[bytes]) -> None:
+        super().__init__([])
+        self.frames: asyncio.Queue[Any] = asyncio.Queue()
+        for raw in frames:
+            self.frames.put_nowait(raw)
+
+    async def read(self) -> Any:
+        self.num_read += 1
+        return await self.frames.get()
+
+
+def resume(request_id: str, after: int = 0) -> bytes:
+    return frame(resume=gen.ResumeCommand(request_id=request_id, after_sequence=after))
+
+
+async def test_a_stream_that_lost_its_session_is_not_obeyed_any_more() -> None:
+    """Its frames may still arrive; they would take the requests back to a stream that is ending."""
+    backend = make_backend(resume_grace_s=10)
+    message = spec([1], max_tokens=9)
+    message.credit_tokens = 2
+    begin = frame(start=gen.StartCommand(request_id="a", spec=message))
+    old = OpenStream([OPEN, begin])
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(backend.engine.run())
+        first = asyncio.ensure_future(Session(backend, old).run())  # type: ignore[arg-type]
+        await settled(lambda: any(f.HasField("delta") for f in old.written))
+        token = old.written[0].opened.session_token
+        taking = frame(open=gen.OpenCommand(resume_session_token=token))
+        new = OpenStream([taking, resume("a")])
+        second = asyncio.ensure_future(Session(backend, new).run())  # type: ignore[arg-type]
+        for _ in range(3):  # between the take-over and the end of the first stream's tasks
+            old.frames.put_nowait(begin)
+            await asyncio.sleep(0)
+        await asyncio.wait([first])
+        new.frames.put_nowait(frame(credit=gen.CreditCommand(request_id="a", tokens=9)))
+        await settled(lambda: any(f.HasField("finished") for f in new.written))
+        new.frames.put_nowait(grpc.aio.EOF)
+        await second
+        engine.cancel()
+    assert "another stream" in str(first.exception())
+    assert [f.sequence for f in new.written[1:]] == list(range(1, len(new.written)))
+    backend.registry.check_integrity()
+    backend.registry.close()
+
+
+async def test_a_start_whose_prompt_was_being_tokenised_is_started_anew() -> None:
+    backend = make_backend(resume_grace_s=10)
+    begin = start("a", max_tokens=3)
+    old = OpenStream([OPEN, begin])
+    async with asyncio.TaskGroup() as group:
+        engine = group.create_task(backend.engine.run())
+        submit = backend.submit
+        backend.submit = lambda *args, **kwargs: pytest.fail("the first stream submits")  # type: ignore[method-assign]
+        turn = asyncio.Event()
+
+        async def slow(draft: Any) -> list[int]:
+            await turn.wait()
+            return [1]
+
+        commands.token_ids_of, quick = slow, commands.token_ids_of  # type: ignore[assignment]
+        try:
+            first = asyncio.ensure_future(Session(backend, old).run())  # type: ignore[arg-type]
+            await settled(lambda: backend.registry.num_requests == 1)
+            other = OpenStream([OPEN, begin])
+            commands.token_ids_of = quick
+            backend.submit = submit  # type: ignore[method-assign]
+            second = asyncio.ensure_future(Session(backend, other).run())  # type: ignore[arg-type]
+            await settled(lambda: any(f.HasField("finished") for f in other.written))
+            backend.submit = lambda *args, **kwargs: pytest.fail("submitted twice")  # type: ignore[method-assign]
+            turn.set()
+        finally:
+            commands.token_ids_of = quick
+        for stream in (old, other):
+            stream.frames.put_nowait(grpc.aio.EOF)
+        await asyncio.gather(first, second)
+        engine.cancel()
+    assert [f.WhichOneof("event") for f in old.written] == ["opened"]
+    assert [f.sequence for f in other.written[1:]] == list(range(1, len(other.written)))
+    backend.registry.close()
