@@ -4,6 +4,7 @@ import io.grpc.stub.ClientCallStreamObserver;
 import io.grpc.stub.ClientResponseObserver;
 import io.vorrang.v1.GenerateStreamRequest;
 import io.vorrang.v1.GenerateStreamResponse;
+import io.vorrang.v1.GenerationServiceGrpc.GenerationServiceStub;
 import java.util.concurrent.Executor;
 import java.util.function.Consumer;
 
@@ -24,14 +25,20 @@ public final class CallStream extends EventStream {
     this.onEnd = onEnd;
   }
 
-  ClientResponseObserver<GenerateStreamRequest, GenerateStreamResponse> observer() {
-    return observer;
+  void start(GenerationServiceStub stub, GenerateStreamRequest request) {
+    stub.generateStream(request, observer);
+    if (cancelled) { // by a client that was closed just before there was a call
+      cancel();
+    }
   }
 
   @Override
   public void cancel() {
     cancelled = true;
-    observer.call.cancel("the request was cancelled", null); // safe from any thread
+    var call = observer.call;
+    if (call != null) {
+      call.cancel("the request was cancelled", null); // safe from any thread
+    }
   }
 
   @Override

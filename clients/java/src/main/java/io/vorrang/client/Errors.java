@@ -12,6 +12,7 @@ import io.vorrang.v1.CommandRejectedEvent;
 import io.vorrang.v1.FailedEvent;
 import java.time.Duration;
 import java.util.List;
+import java.util.Map;
 import java.util.Optional;
 import java.util.Set;
 
@@ -21,11 +22,22 @@ final class Errors {
   private static final Set<Status.Code> RETRYABLE =
       Set.of(Status.Code.UNAVAILABLE, Status.Code.RESOURCE_EXHAUSTED, Status.Code.ABORTED);
 
+  /** What codes mean that come without a reason: from this client's own deadline, or from a proxy. */
+  private static final Map<Status.Code, Reason> REASON_BY_CODE =
+      Map.of(
+          Status.Code.DEADLINE_EXCEEDED, Reason.DEADLINE_EXCEEDED,
+          Status.Code.UNAUTHENTICATED, Reason.UNAUTHENTICATED,
+          Status.Code.PERMISSION_DENIED, Reason.PERMISSION_DENIED,
+          Status.Code.UNIMPLEMENTED, Reason.UNIMPLEMENTED);
+
   private Errors() {}
 
   /** The error with which a call ended. */
   static VorrangException ofCall(Throwable error) {
     var failure = read(StatusProto.fromThrowable(error), null, Optional.empty());
+    if (failure.reason() == Reason.NONE) {
+      failure = failure.because(REASON_BY_CODE.getOrDefault(failure.code(), Reason.NONE));
+    }
     boolean transport = failure.reason() == Reason.NONE && failure.code() == Status.Code.UNAVAILABLE;
     return transport
         ? new ConnectionLostException(failure, error)

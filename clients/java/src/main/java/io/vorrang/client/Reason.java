@@ -2,7 +2,7 @@ package io.vorrang.client;
 
 /** Machine-readable cause of an error, as in {@code io.vorrang.v1.ErrorReason}. */
 public enum Reason {
-  /** The server gave none: the error is the transport's, or this client's own. */
+  /** There is none: the error is the transport's, or this client's own; the code says more. */
   NONE,
   /** A newer server gave one this client does not know. */
   UNKNOWN,

@@ -65,7 +65,9 @@ final class SessionCore {
   void open() {
     lock.lock();
     try {
-      openLink(options.resumeToken());
+      if (state == State.OPENING) { // the client may have been closed meanwhile
+        openLink(options.resumeToken());
+      }
       long leftNanos = options.openTimeout().toNanos();
       while (state == State.OPENING && leftNanos > 0) {
         leftNanos = changed.awaitNanos(leftNanos);

@@ -116,8 +116,9 @@ public final class VorrangClient implements AutoCloseable {
     var stream = new CallStream(request.id(), transport.executor(), transport::forget);
     transport.remember(stream);
     var stub = transport.stub();
-    (timeout.isZero() ? stub : stub.withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS))
-        .generateStream(message, stream.observer());
+    stream.start(
+        timeout.isZero() ? stub : stub.withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS),
+        message);
     return stream;
   }
 

@@ -29,6 +29,10 @@ public class VorrangException extends RuntimeException {
       Optional<Duration> retryAfter,
       List<FieldViolation> violations,
       Optional<Usage> usage) {
+    Failure because(Reason reason) {
+      return new Failure(message, code, reason, retryable, retryAfter, violations, usage);
+    }
+
     static Failure of(String message, Status.Code code, Reason reason, boolean retryable) {
       return new Failure(
           message, code, reason, retryable, Optional.empty(), List.of(), Optional.empty());

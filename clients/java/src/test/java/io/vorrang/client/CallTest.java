@@ -78,10 +78,10 @@ class CallTest {
     var request = Scripted.request("deadline", 1500).build();
     var unary =
         assertThrows(VorrangException.class, () -> client.generate(request, Duration.ofMillis(100)));
-    assertEquals(io.grpc.Status.Code.DEADLINE_EXCEEDED, unary.code());
+    assertEquals(Reason.DEADLINE_EXCEEDED, unary.reason());
     CallStream stream = client.generateStream(request, Duration.ofMillis(100));
     var streamed = assertThrows(VorrangException.class, stream::result);
-    assertEquals(io.grpc.Status.Code.DEADLINE_EXCEEDED, streamed.code());
+    assertEquals(Reason.DEADLINE_EXCEEDED, streamed.reason());
   }
 
   @Test

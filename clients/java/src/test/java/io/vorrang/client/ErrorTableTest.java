@@ -183,6 +183,16 @@ class ErrorTableTest {
   }
 
   @Test
+  void aRefusalByAProxyHasTheReasonOfItsCode() {
+    server.refusal =
+        com.google.rpc.Status.newBuilder().setCode(Status.Code.UNAUTHENTICATED.value()).build();
+    var request = Request.text("x").build();
+    var error = assertThrows(VorrangException.class, () -> client.generate(request));
+    assertEquals(Reason.UNAUTHENTICATED, error.reason());
+    assertFalse(error.retryable());
+  }
+
+  @Test
   void aReasonOfAnotherDomainIsNotOurs() {
     var foreign =
         com.google.rpc.ErrorInfo.newBuilder().setDomain("proxy").setReason("QUEUE_FULL").build();

@@ -23,6 +23,7 @@ import io.vorrang.v1.OpenedEvent;
 import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.io.IOException;
+import java.util.ArrayList;
 import java.util.List;
 import java.util.concurrent.CopyOnWriteArrayList;
 import java.util.function.BiConsumer;
@@ -33,6 +34,8 @@ final class FakeServer extends GenerationServiceImplBase implements AutoCloseabl
   final List<SessionRequest> frames = new CopyOnWriteArrayList<>();
   volatile com.google.rpc.Status refusal = com.google.rpc.Status.getDefaultInstance();
   volatile BiConsumer<SessionRequest, StreamObserver<SessionResponse>> answers = (frame, out) -> {};
+  volatile int numEndedTogether = 1;
+  private final List<StreamObserver<SessionResponse>> halfClosed = new ArrayList<>();
   private final Server server;
 
   FakeServer() throws IOException {
@@ -84,7 +87,13 @@ final class FakeServer extends GenerationServiceImplBase implements AutoCloseabl
 
       @Override
       public void onCompleted() {
-        out.onCompleted();
+        synchronized (halfClosed) {
+          halfClosed.add(out);
+          if (halfClosed.size() >= numEndedTogether) {
+            halfClosed.forEach(StreamObserver::onCompleted);
+            halfClosed.clear();
+          }
+        }
       }
     };
   }

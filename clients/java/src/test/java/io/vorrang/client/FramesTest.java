@@ -109,6 +109,17 @@ class FramesTest {
         "two cancels", () -> server.frames.stream().filter(SessionRequest::hasCancel).count() == 2);
   }
 
+  @Test
+  void closingAClientWaitsForAllItsSessionsAtOnce() throws Exception {
+    server.numEndedTogether = 30; // one after the other they would wait for one another
+    var options = SessionOptions.builder().closeTimeout(Duration.ofMinutes(1)).build();
+    for (int i = 0; i < 30; i++) {
+      client.openSession(options).start(Request.text("x").build());
+    }
+    client.close();
+    assertTrue(client.transport().channel().isTerminated());
+  }
+
   /** This server never ends a request, so there is no use in waiting for it. */
   private static SessionOptions closingAtOnce() {
     return SessionOptions.builder().closeTimeout(Duration.ofMillis(50)).build();
