@@ -7,10 +7,11 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.Random;
+import java.util.stream.LongStream;
 import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.extension.ExtendWith;
 import org.junit.jupiter.params.ParameterizedTest;
-import org.junit.jupiter.params.provider.ValueSource;
+import org.junit.jupiter.params.provider.MethodSource;
 
 /**
  * Random commands, readers and cuts of the connection. Whatever happens, a request ends once, its text
@@ -23,8 +24,14 @@ class ChaosTest {
 
   private record Run(String prompt, int numTokens, GenerationStream stream, Probe probe) {}
 
+  /** As many as {@code VORRANG_CHAOS_SEEDS} says, 3 unless set. */
+  static LongStream seeds() {
+    String number = System.getenv("VORRANG_CHAOS_SEEDS");
+    return LongStream.rangeClosed(1, number == null ? 3 : Long.parseLong(number));
+  }
+
   @ParameterizedTest
-  @ValueSource(longs = {1, 2, 3})
+  @MethodSource("seeds")
   void whateverHappensARequestEndsOnceWithItsOwnText(long seed) throws Exception {
     var random = new Random(seed);
     try (CuttingProxy proxy = new CuttingProxy(SharedServer.port());
