@@ -1,4 +1,4 @@
-"""The Java client: its snippet in the README here, all the rest in its own tests."""
+"""The Java client: what others' changes can make wrong is held here, all the rest by its own tests."""
 
 import os
 import re
@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from tests.support.process import ROOT
+from vorrang.v1 import errors_pb2
 
 JAVA = ROOT / "clients" / "java"
 
@@ -18,6 +19,13 @@ def test_the_readme_shows_the_java_example_that_is_compiled() -> None:
     source = (JAVA / "src/main/java/io/vorrang/examples/FirstClient.java").read_text()
     _, _, body = source.partition(";\n\n")
     assert snippet == body
+
+
+def test_the_java_client_knows_every_reason_of_an_error() -> None:
+    source = (JAVA / "src/main/java/io/vorrang/client/Reason.java").read_text()
+    known = set(re.findall(r"^  ([A-Z_]+),?$", source, re.MULTILINE)) - {"NONE", "UNKNOWN"}
+    names = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}
+    assert known == names - {"UNSPECIFIED"}
 
 
 @pytest.mark.deep
