@@ -24,7 +24,7 @@ def test_the_readme_shows_the_java_example_that_is_compiled() -> None:
 def test_the_java_client_knows_every_reason_of_an_error() -> None:
     source = (JAVA / "src/main/java/io/vorrang/client/Reason.java").read_text()
     known = set(re.findall(r"^  ([A-Z_]+),?$", source, re.MULTILINE)) - {"NONE", "UNKNOWN"}
-    names = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()}
+    names = {value.name.removeprefix("ERROR_REASON_") for value in errors_pb2.ErrorReason.DESCRIPTOR.values}
     assert known == names - {"UNSPECIFIED"}
 
 
