@@ -13,14 +13,16 @@ import java.util.Set;
  */
 final class Outbox {
   private static final int FRAMES_MAX = 256;
+  private static final long BYTES_MAX = 4 * 1024 * 1024;
 
   private final ArrayDeque<SessionRequest> frames = new ArrayDeque<>();
   private final Set<GenerationStream> creditDue = new LinkedHashSet<>();
+  private long numBytes;
   private boolean closing;
 
   /** Whether callers need not wait before they add another command. */
   boolean hasRoom() {
-    return frames.size() < FRAMES_MAX;
+    return frames.size() < FRAMES_MAX && numBytes < BYTES_MAX;
   }
 
   boolean closing() {
@@ -29,11 +31,13 @@ final class Outbox {
 
   void add(SessionRequest frame) {
     frames.add(frame);
+    numBytes += frame.getSerializedSize();
   }
 
   void addFirst(List<SessionRequest> first) {
     for (int i = first.size() - 1; i >= 0; i--) {
       frames.addFirst(first.get(i));
+      numBytes += first.get(i).getSerializedSize();
     }
   }
 
@@ -57,13 +61,14 @@ final class Outbox {
   /** The stream it was meant for is gone. */
   void clear() {
     frames.clear();
+    numBytes = 0;
     creditDue.clear();
   }
 
   /** Gives the transport what it takes. */
   void sendTo(SessionLink link) {
     while (link.isReady()) {
-      SessionRequest frame = frames.isEmpty() ? nextCredit() : frames.poll();
+      SessionRequest frame = frames.isEmpty() ? nextCredit() : nextFrame();
       if (frame == null) {
         break;
       }
@@ -72,6 +77,12 @@ final class Outbox {
     if (closing && frames.isEmpty()) {
       link.halfClose();
     }
+  }
+
+  private SessionRequest nextFrame() {
+    SessionRequest frame = frames.poll();
+    numBytes -= frame.getSerializedSize();
+    return frame;
   }
 
   private SessionRequest nextCredit() {

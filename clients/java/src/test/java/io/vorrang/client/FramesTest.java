@@ -11,8 +11,10 @@ import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
 import java.util.List;
+import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.ExecutionException;
 import java.util.concurrent.TimeUnit;
+import java.util.concurrent.atomic.AtomicInteger;
 import org.junit.jupiter.api.AfterEach;
 import org.junit.jupiter.api.BeforeEach;
 import org.junit.jupiter.api.Test;
@@ -107,6 +109,50 @@ class FramesTest {
     session.close();
     Probe.await(
         "two cancels", () -> server.frames.stream().filter(SessionRequest::hasCancel).count() == 2);
+  }
+
+  @Test
+  void startsWaitWhileTheServerTakesNothingAndOthersDoNot() throws Exception {
+    var reads = new CountDownLatch(1);
+    server.answers =
+        (frame, out) -> {
+          try {
+            if (frame.getStart().getSpec().getLabel().equals("large")) {
+              reads.await();
+            }
+          } catch (InterruptedException interruption) {
+            Thread.currentThread().interrupt();
+          }
+        };
+    Request large = Request.text("x".repeat(256 * 1024)).label("large").build();
+    int wanted = 100; // 25 MiB
+    var started = new AtomicInteger();
+    try (Session session = client.openSession(closingAtOnce());
+        VorrangClient other = VorrangClient.builder().target(proxy.address()).build()) {
+      var thread =
+          new Thread(
+              () -> {
+                while (started.get() < wanted) {
+                  session.start(large);
+                  started.incrementAndGet();
+                }
+              });
+      thread.start();
+      Probe.await("a start that waits", () -> thread.getState() == Thread.State.WAITING);
+      assertTrue(started.get() < 60, started + " of " + wanted + " were buffered");
+      try (Session another = other.openSession(closingAtOnce())) {
+        another.start(Request.text("small").build());
+        Probe.await("another session's start", () -> holdsStart("small"));
+      }
+      reads.countDown();
+      thread.join(20_000);
+      assertEquals(wanted, started.get());
+    }
+  }
+
+  private boolean holdsStart(String prompt) {
+    return server.frames.stream()
+        .anyMatch(frame -> frame.getStart().getSpec().getPrompt().getText().equals(prompt));
   }
 
   @Test
