@@ -5,6 +5,7 @@ plan, ``commit`` its result. It knows no torch, clock, I/O or randomness: the sa
 calls give the same plans.
 """
 
+import heapq
 from typing import cast
 
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
@@ -134,7 +135,10 @@ class Scheduler:
         if broken is None:
             return []
         scope, error = broken
-        for request in reversed(self._state.waiting):
+        key = self.policy.key
+        parked = [request for request in self._state.parked.values() if not request.has_started]
+        parked.sort(key=key, reverse=True)  # who does not want to run yet holds a place like any other
+        for request in heapq.merge(parked, reversed(self._state.waiting), key=key, reverse=True):
             if self.policy.urgency(request) <= self.policy.urgency(newcomer):
                 break
             if self._state.limits.counts(request, scope):

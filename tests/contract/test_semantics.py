@@ -1,7 +1,7 @@
 """What every server promises of a request's life, seen from a channel alone.
 
 The promises are numbered as in docs/PROTOCOL.md; those that are not here are in
-``test_session`` (2, 5, 10, 12) and ``test_calls`` (12, 13), or need a server whose
+``test_session`` (2, 5, 10) and ``test_calls`` (13), or need a server whose
 settings are known: ``tests/e2e/test_server_sessions.py`` (6, 8, 9) and
 ``tests/e2e/test_server_drain.py`` (11).
 """
@@ -448,3 +448,44 @@ async def test_13_a_session_that_is_refused_has_no_initial_metadata(channel: Any
         assert await session.call.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert not tuple(await session.call.initial_metadata() or ())
         assert reason_in(status_in(await rpc_error(session.call))) == "INVALID_METADATA"
+
+
+# 12: a full queue.
+
+
+async def test_12_a_full_queue_refuses_equals_and_lets_the_more_urgent_displace(channel: Any) -> None:
+    """Requests without credit wait as long as one likes, so any server's queue can be filled."""
+    num_sessions, num_each = 5, 210
+    sessions = [WireSession(channel) for _ in range(num_sessions)]
+    waiting = with_credit(credit_tokens=0, level=100)
+    try:
+        refusals = []
+        for session in sessions:
+            await session.open()
+            for number in range(num_each):
+                await session.start(f"r{number}", waiting)
+            for _ in range(num_each):
+                frame = await session.until(lambda f: f.HasField("accepted") or f.HasField("failed"))
+                refusals += [frame.failed] if frame.HasField("failed") else []
+        if not refusals:
+            pytest.skip(f"this server's queue holds {num_sessions * num_each} requests and more")
+        status = await refused(stub(channel).Generate(gen.GenerateRequest(spec=spec(level=100))))
+        answer = await stub(channel).Generate(gen.GenerateRequest(spec=spec(level=99)))
+        displaced = []
+        for session in sessions:
+            for number in range(num_each):
+                await session.cancel(f"r{number}")
+            await session.half_close()
+            await session.to_the_end()
+            failures = [f.failed for f in session.frames if f.HasField("failed")]
+            displaced += [f for f in failures if reason_in(f.status) == "DISPLACED"]
+    finally:
+        for session in sessions:
+            session.call.cancel()
+    for refusal in (*(failed.status for failed in refusals), status):
+        assert (refusal.code, reason_in(refusal)) == (8, "QUEUE_FULL")
+        details = [detail.TypeName().rpartition(".")[2] for detail in refusal.details]
+        assert details == ["ErrorInfo", "RetryInfo", "QuotaFailure"]
+    assert all(failed.retryable for failed in refusals)
+    assert answer.finished.usage.output_tokens == 8
+    assert [failed.retryable for failed in displaced] == [True]

@@ -31,21 +31,21 @@ SETTINGS = {
     "session.queue_update_s": 0.01,
     "log.level": "error",
 }
-#: What 500 sessions must have come by, or they prove little.
+#: What 500 sessions must have come by, or they prove little; less than half of what they do.
 AT_LEAST = {
-    "resumed": 150,
+    "resumed": 120,
     "lose": 60,
     "take_over": 60,
     "stall": 60,
     "FINISH_REASON_LENGTH": 250,
-    "SLOW_CONSUMER": 3,
     "FINISH_REASON_CANCELLED": 60,
-    "FINISH_REASON_TIME_LIMIT": 30,
-    "rejected: MALFORMED_FRAME": 60,
-    "rejected: UNKNOWN_REQUEST": 60,
-    "rejected: DUPLICATE_REQUEST_ID": 10,
-    "rejected: SESSION_LIMIT": 10,
-    "ends by vanish": 60,
+    "FINISH_REASON_TIME_LIMIT": 50,
+    "SLOW_CONSUMER": 60,
+    "rejected: MALFORMED_FRAME": 20,
+    "rejected: UNKNOWN_REQUEST": 150,
+    "rejected: DUPLICATE_REQUEST_ID": 8,
+    "rejected: SESSION_LIMIT": 20,
+    "ends by vanish": 50,
 }
 
 

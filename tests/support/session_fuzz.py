@@ -226,8 +226,9 @@ class Player:
         await self._session.cancel(self._some())
 
     async def _reprioritize(self) -> None:
-        for _ in range(self._dice.choice((1, 1, 15))):
-            await self._session.reprioritize(self._some(), self._dice.randint(-120, 120))
+        request_id = self._some()
+        for _ in range(self._dice.choice((1, 1, 20))):
+            await self._session.reprioritize(request_id, self._dice.randint(-105, 105))
 
     async def _pause(self) -> None:
         await self._session.pause(self._some())

@@ -83,3 +83,19 @@ def test_a_tenant_has_limits_of_its_own():
     with pytest.raises(TenantQuotaExceeded, match="tokens"):
         driver.submit("b2", 1, tenant="b")
     driver.finish()
+
+
+def test_who_is_parked_and_never_ran_can_be_displaced_like_any_other():
+    driver = Driver(max_running_requests=1, max_waiting_requests=2)
+    driver.submit("runs", level=0)
+    driver.step()
+    driver.submit("parked", level=10)
+    driver.submit("waits", level=5)
+    driver.park("parked")
+    with pytest.raises(QueueFull):
+        driver.submit("equal", level=10)
+    driver.submit("urgent", level=0)
+    assert isinstance(driver.terminal("parked").error, Displaced)
+    driver.submit("another", level=-1)
+    assert isinstance(driver.terminal("waits").error, Displaced)
+    driver.finish()
