@@ -83,7 +83,8 @@ public abstract sealed class EventStream
   /**
    * Reads the events on another thread.
    *
-   * <p>Cancelling the subscription cancels the request. A failure is given to {@code onError} as a
+   * <p>Cancelling the subscription cancels the request, and so does a subscriber that throws; what it
+   * threw is given to its {@code onError}. A failure is given to {@code onError} as a
    * {@link VorrangException} once all that arrived before it was read.
    */
   @Override
@@ -224,9 +225,8 @@ public abstract sealed class EventStream
   private void greetAndDeliver() {
     try {
       subscriber.onSubscribe(new Demand());
-    } catch (RuntimeException fault) {
-      leave();
-      subscriber.onError(fault);
+    } catch (Throwable fault) {
+      tellEnd(fault);
       return;
     }
     deliverAll();
@@ -262,7 +262,7 @@ public abstract sealed class EventStream
       }
       try {
         subscriber.onNext(slot.event());
-      } catch (RuntimeException fault) {
+      } catch (Throwable fault) { // errors too: nobody may wait for ever because of one
         tellEnd(fault);
         return;
       }

@@ -126,6 +126,27 @@ class SessionTest {
   }
 
   @Test
+  void aSubscriberThatThrowsIsToldAndItsRequestCancelled() throws Exception {
+    for (Throwable fault : List.of(new IllegalStateException("fault"), new AssertionError("fault"))) {
+      GenerationStream stream = session.start(Scripted.request("throws", 1500).build());
+      var probe =
+          new Probe(Long.MAX_VALUE) {
+            @Override
+            public void onNext(Event event) {
+              if (fault instanceof Error error) {
+                throw error;
+              }
+              throw (RuntimeException) fault;
+            }
+          };
+      stream.subscribe(probe);
+      var failure = assertThrows(ExecutionException.class, () -> probe.end.get(5, TimeUnit.SECONDS));
+      assertEquals(fault, failure.getCause());
+      Probe.await("no request alive", () -> session.alive() == 0);
+    }
+  }
+
+  @Test
   void cancellingEndsARequestOnceWithItsOutputSoFar() {
     GenerationStream stream = session.start(Scripted.request("cancel", 1500).build());
     var text = new StringBuilder();
