@@ -7,6 +7,7 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import io.grpc.stub.StreamObserver;
 import io.vorrang.v1.AcceptedEvent;
 import io.vorrang.v1.DeltaEvent;
+import io.vorrang.v1.FinishedEvent;
 import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
@@ -79,6 +80,43 @@ class FramesTest {
       session.start(Request.text("witness").build()); // sent after whatever was due
       Probe.await("the witness", () -> server.frames.stream().anyMatch(SessionRequest::hasStart));
       assertEquals(List.of(), server.frames.stream().filter(SessionRequest::hasCredit).toList());
+    }
+  }
+
+  @Test
+  void eventsThatComeTwiceAreGivenOnce() throws Exception {
+    server.answers =
+        (frame, out) -> {
+          acceptAndSendFourTokens(frame, out);
+          if (frame.hasResume()) { // one event more than was asked for
+            String id = frame.getResume().getRequestId();
+            out.onNext(answer(id, 5).setDelta(DeltaEvent.newBuilder().addTokenIds(3)).build());
+            out.onNext(answer(id, 6).setFinished(FinishedEvent.getDefaultInstance()).build());
+          }
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var probe = Probe.on(session.start(Request.text("x").build()), Long.MAX_VALUE);
+      Probe.await("all tokens", () -> probe.tokens() == 4);
+      proxy.cut();
+      probe.finished();
+      assertEquals(4, probe.tokens());
+    }
+  }
+
+  @Test
+  void aChangeOfPriorityThatIsNeverAnsweredEndsWithItsRequest() throws Exception {
+    server.answers =
+        (frame, out) -> {
+          acceptAndSendFourTokens(frame, out);
+          if (frame.hasReprioritize()) {
+            String id = frame.getReprioritize().getRequestId();
+            out.onNext(answer(id, 6).setFinished(FinishedEvent.getDefaultInstance()).build());
+          }
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var answer = session.start(Request.text("x").build()).reprioritize(Priority.BATCH);
+      var failure = assertThrows(ExecutionException.class, () -> answer.get(5, TimeUnit.SECONDS));
+      assertEquals(Reason.UNKNOWN_REQUEST, ((VorrangException) failure.getCause()).reason());
     }
   }
 
