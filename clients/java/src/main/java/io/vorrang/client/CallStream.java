@@ -41,6 +41,18 @@ public final class CallStream extends EventStream {
     }
   }
 
+  /** The client is closed: the call ends, and its reader is told. */
+  void abandon() {
+    cancel();
+    end(ConnectionLostException.because("the client was closed"));
+  }
+
+  private void end(VorrangException failure) {
+    fail(failure);
+    onEnd.accept(this);
+    deliver();
+  }
+
   @Override
   void consumed(Slot slot) {
     observer.call.request(1); // safe from any thread
@@ -76,12 +88,6 @@ public final class CallStream extends EventStream {
     public void onCompleted() {
       // Nothing happens when it has finished, as it should.
       end(ConnectionLostException.because("the server ended the call before the request had ended"));
-    }
-
-    private void end(VorrangException failure) {
-      fail(failure);
-      onEnd.accept(CallStream.this);
-      deliver();
     }
   }
 }

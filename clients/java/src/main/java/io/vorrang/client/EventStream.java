@@ -158,10 +158,24 @@ public abstract sealed class EventStream
     return result().text();
   }
 
-  /** Cancels the request if it has not ended, and lets go of what was not read. */
+  /**
+   * Cancels the request if it has not ended, and lets go of what was not read; a subscriber still gets
+   * the request's end.
+   */
   @Override
   public final void close() {
-    leave();
+    boolean isSubscribed;
+    lock.lock();
+    try {
+      isSubscribed = reader == Reader.SUBSCRIBER;
+    } finally {
+      lock.unlock();
+    }
+    if (!isSubscribed) {
+      leave();
+    } else if (!ended()) {
+      cancelIfPossible();
+    }
   }
 
   /** Takes in an event; the caller calls {@link #deliver} afterwards, holding no lock. */
@@ -292,12 +306,15 @@ public abstract sealed class EventStream
       lock.unlock();
     }
     if (alive) {
-      try {
-        cancel();
-      } catch (VorrangException closed) {
-        // A session that is half-closed runs its requests to their end; nobody reads this one.
-        return;
-      }
+      cancelIfPossible();
+    }
+  }
+
+  private void cancelIfPossible() {
+    try {
+      cancel();
+    } catch (VorrangException closed) {
+      return; // a session that is half-closed runs its requests to their end
     }
   }
 

@@ -34,7 +34,7 @@ final class SessionCore {
 
   private final Transport transport;
   private final SessionOptions options;
-  private final AutoCloseable session;
+  private final Session session;
   private final CompletableFuture<Duration> goingAway = new CompletableFuture<>();
   private final Events events = new Events();
 
@@ -52,7 +52,7 @@ final class SessionCore {
   private VorrangException loss;
   private boolean isGoingAway;
 
-  SessionCore(Transport transport, SessionOptions options, AutoCloseable session) {
+  SessionCore(Transport transport, SessionOptions options, Session session) {
     this.transport = transport;
     this.options = options;
     this.session = session;

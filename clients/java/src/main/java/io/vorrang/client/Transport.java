@@ -4,7 +4,7 @@ import io.grpc.ManagedChannel;
 import io.vorrang.v1.GenerationServiceGrpc;
 import io.vorrang.v1.GenerationServiceGrpc.GenerationServiceStub;
 import java.time.Duration;
-import java.util.Set;
+import java.util.Map;
 import java.util.concurrent.CompletableFuture;
 import java.util.concurrent.ConcurrentHashMap;
 import java.util.concurrent.Executor;
@@ -24,7 +24,7 @@ final class Transport {
   private final ManagedChannel channel;
   private final ExecutorService executor;
   private final ScheduledExecutorService timer;
-  private final Set<AutoCloseable> open = ConcurrentHashMap.newKeySet();
+  private final Map<Object, Runnable> open = new ConcurrentHashMap<>();
   private final AtomicBoolean closed = new AtomicBoolean();
 
   Transport(ManagedChannel channel, ExecutorService executor) {
@@ -72,16 +72,16 @@ final class Transport {
     channel.resetConnectBackoff();
   }
 
-  /** Has it closed with the client. */
-  void remember(AutoCloseable opened) {
-    open.add(opened);
+  /** Has it closed with the client, in the way given. */
+  void remember(Object opened, Runnable close) {
+    open.put(opened, close);
     if (closed.get()) {
       forget(opened);
       throw new IllegalStateException("the client is closed");
     }
   }
 
-  void forget(AutoCloseable opened) {
+  void forget(Object opened) {
     open.remove(opened);
   }
 
@@ -97,7 +97,7 @@ final class Transport {
     }
     // Each may wait for the server, so they are closed side by side.
     var closings =
-        open.stream().map(opened -> CompletableFuture.runAsync(() -> close(opened), executor));
+        open.values().stream().map(close -> CompletableFuture.runAsync(close, executor));
     CompletableFuture.allOf(closings.toArray(CompletableFuture<?>[]::new)).join();
     timer.shutdownNow();
     channel.shutdown();
@@ -110,14 +110,6 @@ final class Transport {
       Thread.currentThread().interrupt();
     }
     executor.shutdown();
-  }
-
-  private static void close(AutoCloseable opened) {
-    try {
-      opened.close();
-    } catch (Exception fault) {
-      throw new AssertionError("sessions and streams close without exceptions", fault);
-    }
   }
 
   private static ThreadFactory threads(String name) {

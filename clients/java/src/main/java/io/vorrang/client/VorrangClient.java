@@ -68,7 +68,7 @@ public final class VorrangClient implements AutoCloseable {
    */
   public Session openSession(SessionOptions options) {
     var session = new Session(transport, options);
-    transport.remember(session);
+    transport.remember(session, session::close);
     session.open();
     return session;
   }
@@ -114,7 +114,7 @@ public final class VorrangClient implements AutoCloseable {
             .setSpec(request.spec())
             .build();
     var stream = new CallStream(request.id(), transport.executor(), transport::forget);
-    transport.remember(stream);
+    transport.remember(stream, stream::abandon);
     var stub = transport.stub();
     stream.start(
         timeout.isZero() ? stub : stub.withDeadlineAfter(timeout.toNanos(), TimeUnit.NANOSECONDS),

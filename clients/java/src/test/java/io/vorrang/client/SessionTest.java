@@ -451,6 +451,19 @@ class SessionTest {
   }
 
   @Test
+  void whoWaitsIsToldWhenStreamOrClientAreClosed() throws Exception {
+    GenerationStream stream = session.start(Scripted.request("told", 1500).build());
+    var result = stream.resultAsync();
+    stream.close();
+    assertEquals(FinishReason.CANCELLED, result.get(10, TimeUnit.SECONDS).finishReason());
+    CallStream call = client.generateStream(Scripted.request("told", 1500).build());
+    var never = call.resultAsync();
+    client.close();
+    var failure = assertThrows(ExecutionException.class, () -> never.get(10, TimeUnit.SECONDS));
+    assertInstanceOf(VorrangException.class, failure.getCause());
+  }
+
+  @Test
   void closingTheClientEndsThreadsAndStreams() throws Exception {
     GenerationStream stream = session.start(Scripted.request("leak", 1500).build());
     var probe = Probe.on(stream, 1);
