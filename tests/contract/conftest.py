@@ -14,7 +14,7 @@ EXTERNAL = os.environ.get("VORRANG_TEST_TARGET")
 NUM_BLOCKS = 64
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # gone before tests that count the children of their process
 def server_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("contract") / "log"
     with server_process("--kv-blocks", str(NUM_BLOCKS), log=log) as server:
