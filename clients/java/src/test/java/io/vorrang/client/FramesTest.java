@@ -1,6 +1,7 @@
 package io.vorrang.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertFalse;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
@@ -8,6 +9,7 @@ import io.grpc.stub.StreamObserver;
 import io.vorrang.v1.AcceptedEvent;
 import io.vorrang.v1.DeltaEvent;
 import io.vorrang.v1.FinishedEvent;
+import io.vorrang.v1.GoAwayEvent;
 import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
@@ -100,6 +102,23 @@ class FramesTest {
       proxy.cut();
       probe.finished();
       assertEquals(4, probe.tokens());
+    }
+  }
+
+  @Test
+  void aServerThatSaidItGoesAwayIsNotLookedForAgain() throws Exception {
+    server.answers =
+        (frame, out) -> {
+          var goAway = GoAwayEvent.getDefaultInstance();
+          out.onNext(SessionResponse.newBuilder().setGoAway(goAway).build());
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").build());
+      assertEquals(Duration.ZERO, session.goingAway().get(10, TimeUnit.SECONDS));
+      proxy.cut();
+      assertThrows(ConnectionLostException.class, stream::result);
+      assertFalse(session.isOpen());
+      assertEquals(1, server.frames.stream().filter(SessionRequest::hasOpen).count());
     }
   }
 
