@@ -26,6 +26,17 @@ public record Priority(int level, String className) {
     return new Priority(0, className);
   }
 
+  /** Whether the server may make this level of it, as far as is known here. */
+  boolean mayBecome(int other) {
+    return switch (className) {
+      case "" -> level == other;
+      case "interactive" -> other == -10;
+      case "standard" -> other == 0;
+      case "batch" -> other == 10;
+      default -> true;
+    };
+  }
+
   io.vorrang.v1.Priority toWire() {
     var priority = io.vorrang.v1.Priority.newBuilder();
     return (className.isEmpty() ? priority.setLevel(level) : priority.setClassName(className)).build();

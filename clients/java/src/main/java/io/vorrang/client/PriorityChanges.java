@@ -13,19 +13,26 @@ import java.util.function.Consumer;
  * {@code later}.
  */
 final class PriorityChanges {
-  private final Map<String, ArrayDeque<CompletableFuture<Event.PriorityChanged>>> waiting =
-      new HashMap<>();
+  private record Pending(Priority asked, CompletableFuture<Event.PriorityChanged> answer) {}
+
+  private final Map<String, ArrayDeque<Pending>> waiting = new HashMap<>();
+  /** By request: how many answers may still come, after a reconnection, to what was given up. */
+  private final Map<String, Integer> strays = new HashMap<>();
   private final Consumer<Runnable> later;
 
   PriorityChanges(Consumer<Runnable> later) {
     this.later = later;
   }
 
-  void add(String requestId, CompletableFuture<Event.PriorityChanged> answer) {
-    waiting.computeIfAbsent(requestId, id -> new ArrayDeque<>()).add(answer);
+  void add(String requestId, Priority asked, CompletableFuture<Event.PriorityChanged> answer) {
+    waiting.computeIfAbsent(requestId, id -> new ArrayDeque<>()).add(new Pending(asked, answer));
   }
 
   void answered(String requestId, Event.PriorityChanged change) {
+    var pending = waiting.get(requestId);
+    if (pending != null && !pending.isEmpty() && isStray(requestId, pending.peek(), change)) {
+      return;
+    }
     var answer = next(requestId);
     if (answer != null) { // without one an operator changed it
       later.accept(() -> answer.complete(change));
@@ -39,19 +46,40 @@ final class PriorityChanges {
     }
   }
 
+  /** The request has ended. */
   void failAll(String requestId, VorrangException error) {
-    var answers = waiting.remove(requestId);
-    if (answers != null) {
-      later.accept(() -> answers.forEach(answer -> answer.completeExceptionally(error)));
+    strays.remove(requestId);
+    fail(waiting.remove(requestId), error);
+  }
+
+  /** The stream is lost: whether the server obeyed, or will answer on the next one, is not known. */
+  void failAll(VorrangException error) {
+    for (String requestId : List.copyOf(waiting.keySet())) {
+      var given = waiting.remove(requestId);
+      strays.merge(requestId, given.size(), Integer::sum);
+      fail(given, error);
     }
   }
 
-  void failAll(VorrangException error) {
-    List.copyOf(waiting.keySet()).forEach(id -> failAll(id, error));
+  private void fail(ArrayDeque<Pending> given, VorrangException error) {
+    if (given != null) {
+      later.accept(() -> given.forEach(each -> each.answer.completeExceptionally(error)));
+    }
+  }
+
+  /** Whether the change answers one that was given up, and not the oldest that waits. */
+  private boolean isStray(String requestId, Pending oldest, Event.PriorityChanged change) {
+    int left = strays.getOrDefault(requestId, 0);
+    boolean isAnother = !change.capped() && !oldest.asked.mayBecome(change.level());
+    if (left == 0 || !isAnother) {
+      return false;
+    }
+    strays.put(requestId, left - 1);
+    return true;
   }
 
   private CompletableFuture<Event.PriorityChanged> next(String requestId) {
     var answers = waiting.get(requestId);
-    return answers == null ? null : answers.poll();
+    return answers == null || answers.isEmpty() ? null : answers.poll().answer;
   }
 }

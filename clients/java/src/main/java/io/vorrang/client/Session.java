@@ -44,6 +44,11 @@ public final class Session implements AutoCloseable {
     return core.isOpen();
   }
 
+  /** Whether the stream is there; false while it is looked for again. */
+  boolean isConnected() {
+    return core.isConnected();
+  }
+
   /**
    * Completed when the server announces its end, with the time it gives to what runs. Start requests
    * on another session then; those of this one go on until they end or the time is over.

@@ -98,6 +98,10 @@ final class SessionCore {
     return read(() -> state != State.CLOSED && !outbox.closing());
   }
 
+  boolean isConnected() {
+    return read(() -> state == State.OPEN);
+  }
+
   CompletableFuture<Duration> goingAway() {
     return goingAway.copy();
   }
@@ -188,7 +192,7 @@ final class SessionCore {
       if (streams.get(stream.requestId()) != stream) {
         throw hasEnded(stream.requestId());
       }
-      changes.add(stream.requestId(), answer);
+      changes.add(stream.requestId(), priority, answer);
       var frame = Frames.reprioritize(stream.requestId(), priority);
       if (state == State.LOST) {
         outbox.add(frame); // after what the new stream begins with

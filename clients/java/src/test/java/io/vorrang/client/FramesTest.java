@@ -10,6 +10,7 @@ import io.vorrang.v1.AcceptedEvent;
 import io.vorrang.v1.DeltaEvent;
 import io.vorrang.v1.FinishedEvent;
 import io.vorrang.v1.GoAwayEvent;
+import io.vorrang.v1.PriorityChangedEvent;
 import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
@@ -137,6 +138,36 @@ class FramesTest {
       var failure = assertThrows(ExecutionException.class, () -> answer.get(5, TimeUnit.SECONDS));
       assertEquals(Reason.UNKNOWN_REQUEST, ((VorrangException) failure.getCause()).reason());
     }
+  }
+
+  @Test
+  void anAnswerToAChangeThatWasGivenUpIsNotTakenForTheNextOne() throws Exception {
+    server.answers =
+        (frame, out) -> {
+          acceptAndSendFourTokens(frame, out);
+          if (frame.hasResume()) { // it had obeyed the first change
+            out.onNext(changed(frame.getResume().getRequestId(), 6, 3));
+          } else if (frame.getReprioritize().getPriority().getLevel() == 4) {
+            out.onNext(changed(frame.getReprioritize().getRequestId(), 7, 4));
+          }
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").build());
+      var probe = Probe.on(stream, Long.MAX_VALUE);
+      Probe.await("all tokens", () -> probe.tokens() == 4);
+      var first = stream.reprioritize(Priority.level(3));
+      proxy.refuse(true);
+      proxy.cut();
+      assertThrows(ExecutionException.class, () -> first.get(10, TimeUnit.SECONDS));
+      var second = stream.reprioritize(Priority.level(4));
+      proxy.refuse(false);
+      assertEquals(4, second.get(10, TimeUnit.SECONDS).level());
+    }
+  }
+
+  private static SessionResponse changed(String requestId, long sequence, int level) {
+    var event = PriorityChangedEvent.newBuilder().setLevel(level);
+    return answer(requestId, sequence).setPriorityChanged(event).build();
   }
 
   @Test
