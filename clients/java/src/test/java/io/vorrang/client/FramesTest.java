@@ -58,6 +58,11 @@ class FramesTest {
       var credit = server.frames.get(2).getCredit();
       assertEquals(2, credit.getTokens());
       assertEquals(3, credit.getAcknowledgedSequence());
+      probe.request(1);
+      Probe.await("another event", () -> probe.events.size() == 4);
+      session.start(Request.text("witness").build()); // sent after whatever was due
+      Probe.await("the witness", () -> holdsStart("witness"));
+      assertEquals(1, server.frames.stream().filter(SessionRequest::hasCredit).count());
     }
   }
 
