@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels test-go
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels test-go test-java
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ test-go: $(STAMP) ## the Go client's tests against this server, where Go is inst
 		cd clients/go && go vet ./... && \
 		go test -count=1 $$([ "$$(go env CGO_ENABLED)" = 1 ] && echo -race) ./...; \
 	else echo "Go is not installed: the Go client is not tested"; fi
+
+test-java: $(STAMP) ## build the Java client and test it against the server (Java 17, Maven)
+	cd clients/java && VORRANG_PYTHON=$(abspath $(BIN)/python) mvn -B -q verify
 
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \

@@ -60,7 +60,8 @@ async def test_requests_are_listed_most_urgent_first_and_page_by_page() -> None:
         pages = [entry.server_request_id for entry in (*first.requests, *second.requests)]
         assert pages == [entry.server_request_id for entry in everybody]
         assert second.next_page_token == ""
-        assert [e.request_id for e in (await listed(channel, class_name="batch")).requests] == ["runs"]
+        batch = (await listed(channel, class_name="batch")).requests
+        assert [entry.request_id.removeprefix(session.scope) for entry in batch] == ["runs"]
         load_now = await control(channel).GetLoad(pb.GetLoadRequest())
         counts = {e.class_name: (e.num_waiting, e.num_running) for e in load_now.classes}
         assert counts == {"interactive": (1, 0), "standard": (1, 0), "batch": (0, 1)}
