@@ -49,6 +49,7 @@ const (
 	ReasonTenantQuotaExceeded Reason = "TENANT_QUOTA_EXCEEDED"
 	ReasonSLOUnattainable     Reason = "SLO_UNATTAINABLE"
 	ReasonSessionLimit        Reason = "SESSION_LIMIT"
+	ReasonCallLimit           Reason = "CALL_LIMIT"
 	ReasonSlowConsumer        Reason = "SLOW_CONSUMER"
 	ReasonDraining            Reason = "DRAINING"
 	ReasonEngineRestarting    Reason = "ENGINE_RESTARTING"
@@ -79,6 +80,7 @@ var retryable = map[Reason]bool{
 	ReasonTenantQuotaExceeded: true,
 	ReasonSLOUnattainable:     true,
 	ReasonSessionLimit:        true,
+	ReasonCallLimit:           true,
 	ReasonSlowConsumer:        false,
 	ReasonDraining:            true,
 	ReasonEngineRestarting:    true,

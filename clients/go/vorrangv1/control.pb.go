@@ -1217,12 +1217,15 @@ type WatchDecisionsResponse struct {
 	// Preemptions.
 	Preemptions []*PreemptDecision `protobuf:"bytes,4,rep,name=preemptions,proto3" json:"preemptions,omitempty"`
 	// What kept the most urgent waiting request out: "seat", "blocks", "watermark", "budget", "just_preempted"
-	// (it lost its place in this step), "prefix" (somebody computes its prefix); empty = nothing waits.
+	// (it lost its place in this step), "prefix" (somebody computes its prefix), "tenant" (its tenant holds
+	// as many seats as it may); empty = nothing waits.
 	BoundGate string `protobuf:"bytes,5,opt,name=bound_gate,json=boundGate,proto3" json:"bound_gate,omitempty"`
 	// Requests waiting after the step was planned.
 	NumWaiting uint32 `protobuf:"varint,6,opt,name=num_waiting,json=numWaiting,proto3" json:"num_waiting,omitempty"`
 	// KV blocks free after the step was planned.
 	NumFreeBlocks uint32 `protobuf:"varint,7,opt,name=num_free_blocks,json=numFreeBlocks,proto3" json:"num_free_blocks,omitempty"`
+	// Steps left out before this one, because the watcher read too slowly.
+	NumLostSteps  uint64 `protobuf:"varint,8,opt,name=num_lost_steps,json=numLostSteps,proto3" json:"num_lost_steps,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1302,6 +1305,13 @@ func (x *WatchDecisionsResponse) GetNumWaiting() uint32 {
 func (x *WatchDecisionsResponse) GetNumFreeBlocks() uint32 {
 	if x != nil {
 		return x.NumFreeBlocks
+	}
+	return 0
+}
+
+func (x *WatchDecisionsResponse) GetNumLostSteps() uint64 {
+	if x != nil {
+		return x.NumLostSteps
 	}
 	return 0
 }
@@ -1401,7 +1411,7 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\x0ebeneficiary_id\x18\x03 \x01(\tR\rbeneficiaryId\x12\x1d\n" +
 	"\n" +
 	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x12&\n" +
-	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\xc1\x02\n" +
+	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\xe7\x02\n" +
 	"\x16WatchDecisionsResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x129\n" +
 	"\n" +
@@ -1412,7 +1422,8 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"bound_gate\x18\x05 \x01(\tR\tboundGate\x12\x1f\n" +
 	"\vnum_waiting\x18\x06 \x01(\rR\n" +
 	"numWaiting\x12&\n" +
-	"\x0fnum_free_blocks\x18\a \x01(\rR\rnumFreeBlocks*\xb4\x01\n" +
+	"\x0fnum_free_blocks\x18\a \x01(\rR\rnumFreeBlocks\x12$\n" +
+	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps*\xb4\x01\n" +
 	"\fRequestState\x12\x1d\n" +
 	"\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n" +

@@ -83,6 +83,9 @@ const (
 	ErrorReason_ERROR_REASON_UNIMPLEMENTED ErrorReason = 25
 	// INTERNAL: a fault of the server; the message holds an opaque incident id alone.
 	ErrorReason_ERROR_REASON_INTERNAL ErrorReason = 26
+	// RESOURCE_EXHAUSTED: as many calls are open as may, or the caller begins them too quickly; details carry
+	// RetryInfo and QuotaFailure.
+	ErrorReason_ERROR_REASON_CALL_LIMIT ErrorReason = 30
 )
 
 // Enum value maps for ErrorReason.
@@ -115,6 +118,7 @@ var (
 		24: "ERROR_REASON_RESUME_OUT_OF_RANGE",
 		25: "ERROR_REASON_UNIMPLEMENTED",
 		26: "ERROR_REASON_INTERNAL",
+		30: "ERROR_REASON_CALL_LIMIT",
 	}
 	ErrorReason_value = map[string]int32{
 		"ERROR_REASON_UNSPECIFIED":           0,
@@ -144,6 +148,7 @@ var (
 		"ERROR_REASON_RESUME_OUT_OF_RANGE":   24,
 		"ERROR_REASON_UNIMPLEMENTED":         25,
 		"ERROR_REASON_INTERNAL":              26,
+		"ERROR_REASON_CALL_LIMIT":            30,
 	}
 )
 
@@ -179,7 +184,7 @@ var File_vorrang_v1_errors_proto protoreflect.FileDescriptor
 const file_vorrang_v1_errors_proto_rawDesc = "" +
 	"\n" +
 	"\x17vorrang/v1/errors.proto\x12\n" +
-	"vorrang.v1*\x8a\a\n" +
+	"vorrang.v1*\xa7\a\n" +
 	"\vErrorReason\x12\x1c\n" +
 	"\x18ERROR_REASON_UNSPECIFIED\x10\x00\x12 \n" +
 	"\x1cERROR_REASON_INVALID_REQUEST\x10\x01\x12\x1d\n" +
@@ -208,7 +213,8 @@ const file_vorrang_v1_errors_proto_rawDesc = "" +
 	"\x1eERROR_REASON_PERMISSION_DENIED\x10\x17\x12$\n" +
 	" ERROR_REASON_RESUME_OUT_OF_RANGE\x10\x18\x12\x1e\n" +
 	"\x1aERROR_REASON_UNIMPLEMENTED\x10\x19\x12\x19\n" +
-	"\x15ERROR_REASON_INTERNAL\x10\x1aBL\n" +
+	"\x15ERROR_REASON_INTERNAL\x10\x1a\x12\x1b\n" +
+	"\x17ERROR_REASON_CALL_LIMIT\x10\x1eBL\n" +
 	"\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3"
 
 var (

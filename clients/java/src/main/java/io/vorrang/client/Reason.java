@@ -34,6 +34,8 @@ public enum Reason {
   SLO_UNATTAINABLE,
   /** The session holds as many requests as it may, or asks too often. */
   SESSION_LIMIT,
+  /** The peer has as many calls open, or begins them as fast, as it may; see {@link VorrangException#retryAfter}. */
+  CALL_LIMIT,
   /** The output was read too slowly for longer than it may. */
   SLOW_CONSUMER,
   /** The server is shutting down. */
