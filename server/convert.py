@@ -273,9 +273,10 @@ def fill_event(
     """Set the event of a frame. ``Failed`` has a place in session frames alone."""
     match event:
         case ev.Delta():
-            frame.delta.first_token_index = event.first_index
-            frame.delta.token_ids.extend(event.token_ids)
-            frame.delta.text = event.text
+            delta = frame.delta
+            delta.first_token_index = event.first_index
+            delta.token_ids.extend(event.token_ids)
+            delta.text = event.text
         case ev.Started():
             frame.started.prompt_tokens = event.num_prompt_tokens
             frame.started.cached_tokens = event.num_cached_tokens

@@ -102,6 +102,8 @@ class Flow:
             num_unsent_tokens: output tokens that wait for the transport.
         """
         self._num_unsent_tokens = num_unsent_tokens
+        if self._flows_freely(num_unsent_tokens):
+            return
         if self._handle.finished:
             self._stop_timer()
             return
@@ -119,6 +121,15 @@ class Flow:
             self._stop_timer()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+
+    def _flows_freely(self, num_unsent_tokens: int) -> bool:
+        """Whether nothing holds it or held it: what is true nearly always, and quick to tell."""
+        if self._parked or self._full or self._paused or self._timer is not None:
+            return False
+        granted = self._granted_tokens
+        return num_unsent_tokens < self._max_unsent_tokens and (
+            granted is None or self._handle.num_output_tokens < granted
+        )
 
     def close(self) -> None:
         """Leave no timer behind."""

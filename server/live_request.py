@@ -7,11 +7,10 @@ are kept for who lost them. Knows no stream but for telling it that there is new
 
 import functools
 from collections.abc import Callable
-from itertools import islice
 from typing import Protocol
 
 from engine.errors import ResumeOutOfRange
-from engine.events import Failed
+from engine.events import Delta, Failed, LevelChanged
 from engine.handle import RequestHandle
 from engine.request import RequestSpec
 from server import convert
@@ -87,6 +86,7 @@ class LiveRequest:
         self._num_sent_tokens = 0
         self._deferred: list[Callable[[Ticket, Flow], None]] = []
         self._told_position: int | None = None
+        self._priority_ignored = False
         self._new_position: int | None = None
 
     @property
@@ -126,6 +126,7 @@ class LiveRequest:
         """It is the engine's now."""
         self.ticket = ticket
         self._told_position = ticket.accepted.queue_position
+        self._priority_ignored = ticket.accepted.priority_ignored
         frame = self._frame()
         frame.accepted.CopyFrom(ticket.accepted)
         self._keep(frame, 0)
@@ -230,7 +231,7 @@ class LiveRequest:
     def take(self, max_frames: int) -> tuple[list[bytes], bool]:
         """The next frames to send, and whether there are more."""
         self._collect()
-        kept = list(islice(self._kept.after(self._sent_sequence), max_frames))
+        kept = self._kept.after(self._sent_sequence, max_frames)
         if kept:
             self._sent_sequence += len(kept)
             self._num_sent_tokens = kept[-1].num_tokens
@@ -256,13 +257,14 @@ class LiveRequest:
         num_tokens = handle.num_output_tokens - handle.num_buffered_tokens
         for event in handle.take():
             frame = self._frame()
-            convert.fill_event(frame, event, priority_ignored=self.ticket.accepted.priority_ignored)
-            if frame.HasField("priority_changed"):
+            convert.fill_event(frame, event, priority_ignored=self._priority_ignored)
+            if isinstance(event, Delta):
+                num_tokens += len(event.token_ids)
+            elif isinstance(event, LevelChanged):
                 frame.priority_changed.capped = self.is_capped
-            num_tokens += len(frame.delta.token_ids)
-            self._keep(frame, num_tokens)
-            if isinstance(event, Failed):
+            elif isinstance(event, Failed):
                 self.retryable = event.error.retryable
+            self._keep(frame, num_tokens)
 
     def _frame(self) -> gen.SessionResponse:
         return gen.SessionResponse(request_id=self.client_id, sequence=self._kept.last_sequence + 1)

@@ -1,7 +1,6 @@
 """Frames of one request that a client may ask for again. Pure; knows no stream and no message."""
 
 from collections import deque
-from collections.abc import Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -47,10 +46,14 @@ class ReplayBuffer:
         self.last_sequence += 1
         self.num_bytes += len(raw) + FRAME_OVERHEAD_BYTES
 
-    def after(self, sequence: int) -> Iterator[Kept]:
-        """Frames after a sequence, which must be one that ``holds_after``."""
-        assert self.holds_after(sequence)
-        return islice(self._kept, sequence - self._last_gone, None)
+    def after(self, sequence: int, max_frames: int | None = None) -> list[Kept]:
+        """The first frames after a sequence, which must be one that ``holds_after``."""
+        num_frames = self.last_sequence - sequence
+        assert 0 <= num_frames <= len(self._kept), "these frames are not held"
+        if num_frames == 1 and max_frames != 0:  # nearly always
+            return [self._kept[-1]]
+        first = len(self._kept) - num_frames
+        return list(islice(self._kept, first, None if max_frames is None else first + max_frames))
 
     def holds_after(self, sequence: int) -> bool:
         """Whether every frame after a sequence is held; not so for one that is still to come."""
