@@ -15,6 +15,7 @@ token a step, and more to a message when the writer lags.
 import argparse
 import asyncio
 import json
+import secrets
 import statistics
 import subprocess
 import sys
@@ -209,14 +210,16 @@ async def run_streams(channel: grpc.aio.Channel, size: int, max_tokens: int) -> 
 
 async def run_session(channel: grpc.aio.Channel, size: int, max_tokens: int) -> None:
     """One session, read as bytes."""
+    run_id, num_frames = secrets.token_hex(4), 0  # ids are remembered for a while
     call = channel.stream_stream(f"/{SERVICE}/{SESSION}")()
     await call.write(gen.SessionRequest(open=gen.OpenCommand()).SerializeToString())
     for number in range(NUM_STREAMS):
-        start = gen.StartCommand(request_id=f"r{number}", spec=spec(size, max_tokens))
+        start = gen.StartCommand(request_id=f"{run_id}-{number}", spec=spec(size, max_tokens))
         await call.write(gen.SessionRequest(start=start).SerializeToString())
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
-        pass
+        num_frames += 1
+    assert num_frames > 3 * NUM_STREAMS, "the requests were refused"  # deltas may be merged
 
 
 async def cost_us(child: psutil.Process, address: str, way: str, size: int) -> float:
