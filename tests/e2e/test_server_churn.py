@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import itertools
 import logging
 import time
 from collections.abc import Iterator
@@ -25,6 +26,9 @@ _MIB = 2**20
 UNLIMITED: dict[str, object] = {
     "admission.max_peer_starts_per_s": 1e9,
     "admission.peer_start_burst": 10**9,
+    # Sessions that may be taken up again, and ended requests that may be asked for, are kept on purpose.
+    "session.resume_grace_s": 0.0,
+    "session.retention_s": 0.0,
 }
 
 
@@ -50,11 +54,13 @@ async def test_cancelled_streams_leave_no_memory_no_task_and_no_handle(num_strea
         grpc.aio.insecure_channel(app.address) as channel,
     ):
 
+        numbers = itertools.count()
+
         async def session() -> None:
             call = channel.stream_stream(SESSION, None, gen.SessionResponse.FromString)()
             try:
                 await call.write(gen.SessionRequest(open=gen.OpenCommand()).SerializeToString())
-                start = gen.StartCommand(request_id="a", spec=spec([1], max_tokens=500))
+                start = gen.StartCommand(request_id=f"a{next(numbers)}", spec=spec([1], max_tokens=500))
                 await call.write(gen.SessionRequest(start=start).SerializeToString())
                 await call.read()
             finally:
