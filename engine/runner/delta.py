@@ -6,7 +6,9 @@ token ids, block table) is told once, then only what was added. ``PlanEncoder`` 
 decoder is lost when the far end dies: take a fresh one.
 
 A token that is still being sampled by the plan before (``Grant.has_unknown_token``) is
-never told: the decoder is told of samples where they are made, and appends its own.
+not told: the decoder is told of samples where they are made, and appends its own. When
+that plan failed, the decoder has a token that never was; the encoder sees that its
+request went back, and introduces it anew.
 
 Border: tokens of a request are only ever appended; a block table grows at its end
 or is another list.
@@ -58,11 +60,16 @@ class PlanEncoder:
     def encode(self, plan: Plan) -> PlanDelta:
         """What the decoder lacks to make the plan; every delta must reach it, in order."""
         self._num_plans += 1
-        gone = self._sweep() if self._num_plans % SWEEP_PLANS == 0 else ()
+        gone: Sequence[int] = self._sweep() if self._num_plans % SWEEP_PLANS == 0 else ()
         introductions: list[Introduction] = []
         rows: list[Row] = []
         for request, start, num_tokens, table, output_index in plan.grants:
             told = self._told.get(request.request_id)
+            token_ids = request.token_ids
+            if told is not None and told.num_tokens > len(token_ids):
+                # The plan that was to sample its last token failed, and the decoder made one up.
+                gone = [*gone, told.key]
+                told = None
             if told is None:
                 told = self._told[request.request_id] = _Told(self._num_keys)
                 self._num_keys += 1
