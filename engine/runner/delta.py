@@ -77,7 +77,6 @@ class PlanEncoder:
                     (told.key, request.request_id, request.sampling, request.ending_token_ids)
                 )
             told.plan = self._num_plans
-            token_ids = request.token_ids
             new_tokens = token_ids[told.num_tokens :]
             num_known, end = len(token_ids), start + num_tokens
             told.num_tokens = num_known if num_known >= end else end  # the decoder adds what is unknown
@@ -117,6 +116,8 @@ class PlanDecoder:
     def __init__(self) -> None:
         self._known: dict[int, KnownRequest] = {}
         self._sampled: Mapping[RequestId, int] = {}
+        self._is_ahead = False
+        self._lacking: list[KnownRequest] = []  # their last token, which the plan before samples
 
     @property
     def num_known(self) -> int:
@@ -124,12 +125,30 @@ class PlanDecoder:
         return len(self._known)
 
     def sampled(self, sampled: Mapping[RequestId, int]) -> None:
-        """What the plan that was decoded last has sampled; call it before the next one is decoded."""
-        self._sampled = sampled
+        """What the oldest plan has sampled of which this was not told; nothing, where it failed.
 
-    def decode(self, delta: PlanDelta) -> Plan:
-        """The plan, as far as a runner may look at it: step and grants. All its tokens are known."""
+        Call it before a plan is decoded that is not ahead, and before the one after a plan that is.
+        """
+        if not self._is_ahead:
+            self._sampled = sampled
+            return
+        for request in self._lacking:
+            request.token_ids.append(sampled.get(request.request_id, ANY_TOKEN_ID))
+        self._is_ahead = False
+        self._lacking.clear()
+
+    def decode(self, delta: PlanDelta, *, is_ahead: bool = False) -> Plan:
+        """The plan, as far as a runner may look at it: step and grants.
+
+        Args:
+            delta: from the encoder.
+            is_ahead: the plan before is still being computed, so a token that it samples is
+                missing here, too (``Grant.has_unknown_token``), until ``sampled`` is called.
+                Otherwise all tokens are known.
+        """
+        assert not self._is_ahead, "the plan before the last one has not been told of"
         before, self._sampled = self._sampled, {}
+        self._is_ahead = is_ahead
         step, gone, introductions, rows = delta
         known = self._known
         for key in gone:
@@ -140,7 +159,11 @@ class PlanDecoder:
         for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
-            if len(request.token_ids) < start + num_tokens:
+            if len(request.token_ids) >= start + num_tokens:
+                pass
+            elif is_ahead:
+                self._lacking.append(request)
+            else:
                 request.token_ids.append(before.get(request.request_id, ANY_TOKEN_ID))
             if kept:
                 request.block_table.extend(new_blocks)
