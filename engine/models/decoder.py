@@ -53,20 +53,23 @@ class Decoder:
         weights: on one device, packed by the active kernels.
         num_positions: positions to prepare, at most the longest context that will be served.
         peers: the other ranks.
+
+    Attributes:
+        peers: likewise.
     """
 
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_positions: int, peers: Peers | None = None
     ) -> None:
         self.config = config
-        self._peers: Peers = Alone() if peers is None else peers
-        self._vocabulary = self._peers.shard.part(config.vocab_size)
+        self.peers: Peers = Alone() if peers is None else peers
+        self._vocabulary = self.peers.shard.part(config.vocab_size)
         self.weights = weights
         self.num_positions = num_positions
         self._rope = layers.rope_table(config.rope, config.head_dim, num_positions).to(weights.norm.device)
         self._run_layers: RunLayers | None = None
         # One call for all layers can neither stop for the other ranks nor norm heads.
-        if self._peers.shard.size == 1 and not config.qk_norm:
+        if self.peers.shard.size == 1 and not config.qk_norm:
             self._run_layers = ops.fuse_layers(
                 LayerStack(
                     weights.layers,
@@ -104,9 +107,9 @@ class Decoder:
             else:
                 normed, residual = ops.add_rms_norm(branch, residual, layer.attention_norm, eps)
             mixed = layers.attention(normed, layer, self.config, inputs, self._rope, k_cache, v_cache)
-            branch = self._peers.add(mixed)
+            branch = self.peers.add(mixed)
             normed, residual = ops.add_rms_norm(branch, residual, layer.mlp_norm, eps)
-            branch = self._peers.add(layers.mlp(normed, layer))
+            branch = self.peers.add(layers.mlp(normed, layer))
         assert branch is not None
         return residual.add_(branch)
 
@@ -122,13 +125,13 @@ class Decoder:
         """
         normed = ops.rms_norm(ops.gather_last(hidden, rows), self.weights.norm, self.config.norm_eps)
         logits = ops.logits(normed, self.weights.lm_head)
-        return self._peers.gather(logits, self.config.vocab_size)
+        return self.peers.gather(logits, self.config.vocab_size)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """Rows of the embedding. Each id is one rank's; the others add zeros, which changes no bit."""
-        if self._peers.shard.size == 1:
+        if self.peers.shard.size == 1:
             return ops.embed(token_ids, self.weights.embedding)
         first, end = self._vocabulary.start, self._vocabulary.stop
         foreign = (token_ids < first) | (token_ids >= end)
         rows = ops.embed((token_ids - first).masked_fill(foreign, 0), self.weights.embedding)
-        return self._peers.add(rows.masked_fill_(foreign.unsqueeze(1), 0.0))
+        return self.peers.add(rows.masked_fill_(foreign.unsqueeze(1), 0.0))

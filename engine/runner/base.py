@@ -8,7 +8,7 @@ implements; ``Runner`` is what the loop awaits. This module knows no torch.
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from engine.scheduler.plan import Plan, StepResult
 
@@ -57,6 +57,39 @@ class StepModel(Protocol):
 
     def run(self, plan: Plan) -> StepResult:
         """Compute every grant of ``plan``; called by one thread at a time."""
+        ...
+
+
+class Ticket(Protocol):
+    """A plan that was launched."""
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether its result can be had without waiting."""
+        ...
+
+
+TicketT = TypeVar("TicketT", bound=Ticket)
+
+
+@runtime_checkable
+class LaunchingModel(StepModel, Protocol[TicketT]):
+    """A model that computes while the thread that launched a plan goes on, such as one on a device."""
+
+    def launch(self, plan: Plan) -> TicketT:
+        """Begin a plan, which has grants, after those launched before.
+
+        A grant may lack its last token (``Grant.has_unknown_token``) where the plan launched
+        before is not collected; the model then takes what that one samples for the request,
+        and any id if that fails. At most ``MAX_STEPS_IN_FLIGHT`` are launched and not collected.
+
+        Raises:
+            Exception: as ``run``; it then counts as not launched.
+        """
+        ...
+
+    def collect(self, ticket: TicketT) -> StepResult:
+        """Wait for the oldest plan that was launched; what ``run`` returns or raises."""
         ...
 
 

@@ -6,10 +6,12 @@ Both ends of the format are in this module; it knows no event loop.
 """
 
 import pickle
+import select
 import socket
 import struct
 import threading
 import traceback
+from collections import deque
 from typing import Any
 
 from engine.errors import VorrangError
@@ -22,6 +24,9 @@ LOAD, PLAN = "load", "plan"
 READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG = (
     "ready", "load_failed", "result", "step_failed", "beat", "log",
 )  # fmt: skip
+
+#: Read at most so many at a time.
+RECEIVE_BYTES = 256 * 1024
 
 _LENGTH = struct.Struct("<I")
 
@@ -64,20 +69,24 @@ class BlockingChannel:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._reader = connection.makefile("rb", buffering=256 * 1024)
+        self._reader = FrameReader()
+        self._received: deque[Message] = deque()
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
         self._lock = threading.Lock()
 
     def receive(self) -> Message | None:
         """The next message; None when the other end is gone."""
-        head = self._reader.read(_LENGTH.size)
-        if len(head) < _LENGTH.size:
-            return None
-        length = _LENGTH.unpack(head)[0]
-        body = self._reader.read(length)
-        if len(body) < length:
-            return None
-        message: Message = pickle.loads(body)  # noqa: S301
-        return message
+        while not self._received:
+            data = self._connection.recv(RECEIVE_BYTES)
+            if not data:
+                return None
+            self._received.extend(self._reader.feed(data))
+        return self._received.popleft()
+
+    def has_message(self) -> bool:
+        """Whether ``receive`` has something to read, be it the end. For the thread that reads."""
+        return bool(self._received) or bool(self._readable.poll(0))
 
     def send(self, message: Message) -> None:
         """Send a message.
@@ -91,7 +100,6 @@ class BlockingChannel:
 
     def close(self) -> None:
         """Close this end. Nobody may be reading."""
-        self._reader.close()
         self._connection.close()
 
 

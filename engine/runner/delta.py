@@ -6,7 +6,9 @@ token ids, block table) is told once, then only what was added. ``PlanEncoder`` 
 decoder is lost when the far end dies: take a fresh one.
 
 A token that is still being sampled by the plan before (``Grant.has_unknown_token``) is
-never told: the decoder is told of samples where they are made, and appends its own.
+not told: the decoder is told of samples where they are made, and appends its own. When
+that plan failed, the decoder has a token that never was; the encoder sees that its
+request went back, and introduces it anew.
 
 Border: tokens of a request are only ever appended; a block table grows at its end
 or is another list.
@@ -58,11 +60,16 @@ class PlanEncoder:
     def encode(self, plan: Plan) -> PlanDelta:
         """What the decoder lacks to make the plan; every delta must reach it, in order."""
         self._num_plans += 1
-        gone = self._sweep() if self._num_plans % SWEEP_PLANS == 0 else ()
+        gone: Sequence[int] = self._sweep() if self._num_plans % SWEEP_PLANS == 0 else ()
         introductions: list[Introduction] = []
         rows: list[Row] = []
         for request, start, num_tokens, table, output_index in plan.grants:
             told = self._told.get(request.request_id)
+            token_ids = request.token_ids
+            if told is not None and told.num_tokens > len(token_ids):
+                # The plan that was to sample its last token failed, and the decoder made one up.
+                gone = [*gone, told.key]
+                told = None
             if told is None:
                 told = self._told[request.request_id] = _Told(self._num_keys)
                 self._num_keys += 1
@@ -70,7 +77,6 @@ class PlanEncoder:
                     (told.key, request.request_id, request.sampling, request.ending_token_ids)
                 )
             told.plan = self._num_plans
-            token_ids = request.token_ids
             new_tokens = token_ids[told.num_tokens :]
             num_known, end = len(token_ids), start + num_tokens
             told.num_tokens = num_known if num_known >= end else end  # the decoder adds what is unknown
@@ -110,6 +116,8 @@ class PlanDecoder:
     def __init__(self) -> None:
         self._known: dict[int, KnownRequest] = {}
         self._sampled: Mapping[RequestId, int] = {}
+        self._is_ahead = False
+        self._lacking: list[KnownRequest] = []  # their last token, which the plan before samples
 
     @property
     def num_known(self) -> int:
@@ -117,12 +125,30 @@ class PlanDecoder:
         return len(self._known)
 
     def sampled(self, sampled: Mapping[RequestId, int]) -> None:
-        """What the plan that was decoded last has sampled; call it before the next one is decoded."""
-        self._sampled = sampled
+        """What the oldest plan has sampled of which this was not told; nothing, where it failed.
 
-    def decode(self, delta: PlanDelta) -> Plan:
-        """The plan, as far as a runner may look at it: step and grants. All its tokens are known."""
+        Call it before a plan is decoded that is not ahead, and before the one after a plan that is.
+        """
+        if not self._is_ahead:
+            self._sampled = sampled
+            return
+        for request in self._lacking:
+            request.token_ids.append(sampled.get(request.request_id, ANY_TOKEN_ID))
+        self._is_ahead = False
+        self._lacking.clear()
+
+    def decode(self, delta: PlanDelta, *, is_ahead: bool = False) -> Plan:
+        """The plan, as far as a runner may look at it: step and grants.
+
+        Args:
+            delta: from the encoder.
+            is_ahead: the plan before is still being computed, so a token that it samples is
+                missing here, too (``Grant.has_unknown_token``), until ``sampled`` is called.
+                Otherwise all tokens are known.
+        """
+        assert not self._is_ahead, "the plan before the last one has not been told of"
         before, self._sampled = self._sampled, {}
+        self._is_ahead = is_ahead
         step, gone, introductions, rows = delta
         known = self._known
         for key in gone:
@@ -133,7 +159,11 @@ class PlanDecoder:
         for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
-            if len(request.token_ids) < start + num_tokens:
+            if len(request.token_ids) >= start + num_tokens:
+                pass
+            elif is_ahead:
+                self._lacking.append(request)
+            else:
                 request.token_ids.append(before.get(request.request_id, ANY_TOKEN_ID))
             if kept:
                 request.block_table.extend(new_blocks)

@@ -44,7 +44,7 @@ NUM_IN_FLIGHT = 2
 
 
 class DeviceModel:
-    """A ``StepModel`` on one device, or rank 0 of several.
+    """A ``LaunchingModel`` on one device, or rank 0 of several.
 
     Args:
         info: what is served.
@@ -104,7 +104,7 @@ class DeviceModel:
 
         A grant may lack its last token if the plan launched before samples it: the
         device takes it from there, without the host's having seen it. If that one
-        failed, it is any id. Not with other ranks, which do not sample.
+        failed, it is any id.
 
         Invariant: at most ``NUM_IN_FLIGHT`` are launched and not collected.
 
@@ -115,7 +115,6 @@ class DeviceModel:
         batch = build_batch(plan, self._executor.pool.block_size)
         strange = _mask_strange_ids(batch, self._info.vocab_size)
         fail_alone(plan, strange, "ids are unknown", failures)
-        assert self._others is None or not batch.unknown, "other ranks can't know what is sampled here"
         for place, request_id in batch.unknown:
             batch.token_ids[place] = -1 - self._last_rows.get(request_id, 0)
         self._last_rows = {request_id: row for row, request_id in enumerate(batch.sampling_ids)}
@@ -206,6 +205,14 @@ class Launched:
     failures: dict[RequestId, VorrangError]
     report: Tensor
     event: torch.cuda.Event | None
+
+    @property
+    def is_computed(self) -> bool:
+        """Whether ``collect`` has nothing to wait for; it has not when the device failed, either."""
+        try:
+            return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+        except torch.AcceleratorError:
+            return True
 
 
 class HostWords:

@@ -54,6 +54,7 @@ class StepExecutor:
         self.pool = pool
         self.graphs: DecodeGraphs | None = None
         #: Ids of the last step, by the row that sampled them; ``-1 - row`` as an id means one of them.
+        #: Ranks that do not sample have them where a step asks for them.
         self.last_ids = torch.zeros(max_requests, dtype=torch.int64, device=device)
         self._decoder = decoder
         self._is_first = is_first
@@ -92,9 +93,16 @@ class StepExecutor:
         with torch.inference_mode():
             on_device = words.to(self.device, non_blocking=True)
             inputs = unpack(shape, on_device)
+            if self._decoder.peers.shard.size > 1 and bool((unpack(shape, words).token_ids < 0).any()):
+                self._share_last_ids()
             if self.graphs is not None and self.graphs.covers(shape):
                 return inputs, self.graphs.run(shape, on_device)
             return inputs, self._compute(inputs)
+
+    def _share_last_ids(self) -> None:
+        """All ranks have the ids of the first; each of them sees in the step's words that it is time."""
+        own = self.last_ids if self._is_first else torch.zeros_like(self.last_ids)
+        self.last_ids.copy_(self._decoder.peers.add(own))
 
     def _compute(self, inputs: StepInputs) -> StepOutputs:
         token_ids = resolved(inputs.token_ids, self.last_ids)

@@ -14,7 +14,8 @@ class InlineRunner:
     Steps are computed one at a time, in the order of the calls, always by the
     same thread. A ``PipelinedRunner``: what is handed in by ``submit`` reaches the
     thread as differences, as it would another process, since the scheduler goes on
-    writing into requests while they are computed.
+    writing into requests while they are computed. It launches nothing ahead, whatever
+    the model can (``LaunchingModel``): a step begins when the one before is collected.
 
     Args:
         model: what computes.

@@ -109,6 +109,33 @@ def test_a_token_that_was_never_sampled_is_any():
     assert list(grant.token_ids) == [ANY_TOKEN_ID]
 
 
+def test_the_plan_before_may_still_be_computed_and_its_sample_comes_later():
+    request = Request(RequestSpec(RequestId("a"), (1, 2), SamplingParams()), 0, 0.0)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    decoder.decode(sent(encoder, Plan(1, (Grant(request, 0, 2, [3], 0),))))
+    (second,) = decoder.decode(sent(encoder, Plan(2, (Grant(request, 2, 1, [3], 1),))), is_ahead=True).grants
+    assert (list(second.token_ids), second.has_unknown_token) == ([], True)
+    decoder.sampled({RequestId("a"): 7})
+    assert (list(second.token_ids), second.has_unknown_token) == ([7], False)
+    request.token_ids.append(7)
+    (third,) = decoder.decode(sent(encoder, Plan(3, (Grant(request, 3, 1, [3], 2),))), is_ahead=True).grants
+    decoder.sampled({})
+    assert third.request.token_ids == [1, 2, 7, ANY_TOKEN_ID]
+
+
+def test_a_token_that_was_never_sampled_is_told_once_it_has_been():
+    request = Request(RequestSpec(RequestId("a"), (1, 2), SamplingParams()), 0, 0.0)
+    encoder, decoder = PlanEncoder(), PlanDecoder()
+    decoder.decode(sent(encoder, Plan(1, (Grant(request, 0, 2, [3], 0),))))
+    decoder.decode(sent(encoder, Plan(2, (Grant(request, 2, 1, [3], 1),))))  # and the first plan failed
+    again = Plan(3, (Grant(request, 0, 2, [4], 0),))
+    assert seen(decoder.decode(sent(encoder, again)).grants[0]) == seen(again.grants[0])
+    request.token_ids.append(7)
+    after = Plan(4, (Grant(request, 2, 1, [4], 1),))
+    assert seen(decoder.decode(sent(encoder, after)).grants[0]) == seen(after.grants[0])
+    assert decoder.num_known == 1
+
+
 def decode_plan(step, request, table):
     return Plan(step, (Grant(request, len(request.token_ids) - 1, 1, table, 0),))
 

@@ -287,8 +287,9 @@ async def test_a_step_that_takes_too_long_counts_as_a_death():
         assert isinstance((await collect(bad))[-1], Failed)
 
 
-async def test_who_makes_the_model_raise_fails_alone_and_the_process_lives():
-    async with serving() as (engine, runner):
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_who_makes_the_model_raise_fails_alone_and_the_process_lives(depth):
+    async with serving(depth=depth) as (engine, runner):
         pid = runner.pid
         good = [engine.submit(spec(f"good {i}", b"prompt %d" % i)) for i in range(3)]
         bad = engine.submit(spec("bad", bytes([RAISES])))
