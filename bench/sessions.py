@@ -1,6 +1,7 @@
 """What sessions cost the server: memory per idle stream and per request, and a stalled reader.
 
     PYTHONPATH=.:protos python bench/sessions.py [--requests 1000] [--step-ms 200]
+    PYTHONPATH=.:protos python bench/sessions.py --requests 256 --stall-s 60
 
 A server of its own computes the scripted model, so that nearly all the cost is the
 session's. Frames are read as bytes and parsed; the client shares the machine with the
@@ -51,14 +52,15 @@ class Server:
 
 
 @contextmanager
-def serving(num_requests: int, step_ms: float) -> Iterator[Server]:
+def serving(num_requests: int, step_ms: float, num_tokens: int = 96) -> Iterator[Server]:
     """A server with a seat for every request."""
     settings = {
         "SCHEDULER__MAX_RUNNING_REQUESTS": num_requests,
         "SCHEDULER__MAX_STEP_TOKENS": 8 * num_requests,
         "SERVER__MAX_SESSION_REQUESTS": num_requests,
         "ENGINE__SCRIPTED_STEP_S": step_ms / 1000,
-        "KV__NUM_BLOCKS": 8 * num_requests,
+        "KV__NUM_BLOCKS": num_requests * (2 + num_tokens // 16),
+        "SESSION__SLOW_CLIENT_TIMEOUT_S": 300,
         "LOG__LEVEL": "warning",
     }
     env = dict(os.environ) | {f"VORRANG_{name}": str(value) for name, value in settings.items()}
@@ -100,11 +102,13 @@ class Client:
         await self.call.read()
         return self
 
-    async def start(self, request_id: str, credit_tokens: int | None = None) -> None:
+    async def start(
+        self, request_id: str, credit_tokens: int | None = None, num_tokens: int = NUM_TOKENS
+    ) -> None:
         """Start a request."""
         command = gen.StartCommand(request_id=request_id)
         command.spec.prompt.tokens.ids.extend((1, 2, 3, 4))
-        command.spec.sampling.max_tokens = NUM_TOKENS
+        command.spec.sampling.max_tokens = num_tokens
         if credit_tokens is not None:
             command.spec.credit_tokens = credit_tokens
         self.seen.num_tokens[request_id] = 0
@@ -189,8 +193,10 @@ async def busy(server: Server, num_sessions: int, num_requests: int) -> list[str
     ]
 
 
-async def stalled(server: Server, num_requests: int, *, stalls: bool) -> tuple[float, float, int]:
-    """A session of a quarter of the requests reads nothing for a while; what the others see of it.
+async def stalled(
+    server: Server, num_requests: int, *, stalls: bool, num_tokens: int = NUM_TOKENS
+) -> tuple[float, float, int]:
+    """A session of a quarter of the requests reads nothing while the others read all; what they see of it.
 
     Returns:
         Median and 99th percentile of the others' gaps in seconds; most tokens of a stalled request.
@@ -201,11 +207,11 @@ async def stalled(server: Server, num_requests: int, *, stalls: bool) -> tuple[f
     name = f"stall-{time.perf_counter()}"
     credit_tokens = STALLED_CREDIT if stalls else None
     for index in range(each):
-        await clients[0].start(f"{name}-0-{index}", credit_tokens)
+        await clients[0].start(f"{name}-0-{index}", credit_tokens, num_tokens)
     async with asyncio.TaskGroup() as group:
         for number, client in enumerate(clients[1:], 1):
             for index in range(each):
-                await client.start(f"{name}-{number}-{index}")
+                await client.start(f"{name}-{number}-{index}", num_tokens=num_tokens)
             group.create_task(client.read(each))
         if not stalls:
             group.create_task(clients[0].read(each))
@@ -247,6 +253,20 @@ async def measure(num_requests: int, step_ms: float) -> None:
             )
 
 
+async def measure_stall(num_requests: int, step_ms: float, stall_s: float) -> None:
+    """One reader in four stops for so long, while the others read; alternately it does not."""
+    num_tokens = round(stall_s * 1000 / step_ms)
+    with serving(num_requests, step_ms, num_tokens) as server:
+        for stalls in (False, True, False, True):
+            began = time.perf_counter()
+            p50, p99, most = await stalled(server, num_requests, stalls=stalls, num_tokens=num_tokens)
+            took_s = time.perf_counter() - began
+            what = f"reads nothing for {took_s:.0f} s, holds at most {most} tokens" if stalls else "reads"
+            Console(width=110).print(
+                f"a quarter {what}: the others' gaps {1000 * p50:.1f} / {1000 * p99:.1f} ms (p50 / p99)"
+            )
+
+
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(
@@ -254,7 +274,11 @@ def main() -> None:
     )
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--step-ms", type=float, default=200.0)
+    parser.add_argument("--stall-s", type=float, help="measure only readers that stop for so long")
     arguments = parser.parse_args()
+    if arguments.stall_s is not None:
+        asyncio.run(measure_stall(arguments.requests, arguments.step_ms, arguments.stall_s))
+        return
     asyncio.run(measure(arguments.requests, arguments.step_ms))
 
 

@@ -53,7 +53,6 @@ async def test_cancelled_streams_leave_no_memory_no_task_and_no_handle(num_strea
         running_server(UNLIMITED, check_integrity=False) as app,
         grpc.aio.insecure_channel(app.address) as channel,
     ):
-
         numbers = itertools.count()
 
         async def session() -> None:
