@@ -17,7 +17,7 @@ from tests.support.wire import SESSION, settled, spec, stub
 from vorrang.v1 import generation_pb2 as gen
 
 #: Resident memory that may be added after the first tenth, client and server together: so much
-#: in all, and so much by stream. Python's own objects do not grow; what does lies below (docs/SECURITY.md).
+#: in all, and so much by stream, which a bare grpc.aio server loses as well (docs/SECURITY.md).
 GROWTH_MIB_MAX = 8.0
 GROWTH_KIB_PER_STREAM_MAX = 0.4
 _BATCH = 50
