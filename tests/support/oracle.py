@@ -226,9 +226,11 @@ def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing
                 assert driver.now - seen.progress_at >= max_wait_s(driver, request), "starved before its time"
         else:
             assert driver.now - seen.idle_at < max_wait_s(driver, request), "starved, but nobody noticed"
-    # Who waits for its own tenant's limit is owed nothing.
+    # Who waits for its own tenant's limit is owed nothing; who lost its seat in this step had its share.
     starved = [
-        r for r in starved if r.request_id in after.seated or not has_seat_limit(driver.config, r.spec.tenant)
+        r
+        for r in starved
+        if r.request_id in after.seated | before.seated or not has_seat_limit(driver.config, r.spec.tenant)
     ]
     if starved:
         starved.sort(key=lambda r: r.arrival_seq)
