@@ -27,9 +27,9 @@ from server.identity import Authenticator
 from server.metrics import Metrics, Standing
 from server.metrics_port import MetricsPort, standing
 from server.ports import Ports, check_plaintext
-from server.rates import TokenRates
 from server.settings import Settings
 from server.tls import TlsFiles
+from server.token_rates import TokenRates
 from server.tracing import RequestSpans
 
 #: Seconds that cut requests get to end, and that their last events get to be written.

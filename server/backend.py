@@ -30,10 +30,10 @@ from server.identity import CALLER
 from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES
 from server.metrics import Metrics
-from server.rates import TokenRates
 from server.registry import Registry
 from server.settings import ServerSection, SessionSection
 from server.ticket import Ticket
+from server.token_rates import TokenRates
 from vorrang.v1 import types_pb2 as types
 
 log = structlog.get_logger("vorrang.server")

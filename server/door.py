@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable
 
+from server.bucket import Bucket
 from server.errors import TooManyCalls
 from server.sections import AdmissionSection
 
@@ -17,12 +18,11 @@ MAX_PEERS = 10_000
 
 
 class _Peer:
-    __slots__ = ("credit", "num_calls", "seen_at")
+    __slots__ = ("num_calls", "starts")
 
-    def __init__(self, credit: float, now: float) -> None:
+    def __init__(self, starts: Bucket) -> None:
         self.num_calls = 0
-        self.credit = credit
-        self.seen_at = now
+        self.starts = starts
 
 
 class Door:
@@ -52,12 +52,11 @@ class Door:
             TooManyCalls: it would break a limit; then ``leave`` must not follow.
         """
         limits, known = self._limits, self._known(host_of(peer))
-        if known.credit < 1:
+        if known.starts.take(self._now()) > 0:
             rate = limits.max_peer_starts_per_s
             raise TooManyCalls(
                 "starts of this peer", f"{rate:g} a second", retry_after_s=math.ceil(1000 / rate) / 1000
             )
-        known.credit -= 1
         if known.num_calls >= limits.max_peer_calls:
             raise TooManyCalls("open calls of this peer", str(limits.max_peer_calls))
         if self._num_calls >= limits.max_calls:
@@ -75,15 +74,12 @@ class Door:
         self._num_sessions -= is_session
 
     def _known(self, host: str) -> _Peer:
-        limits, now = self._limits, self._now()
+        limits = self._limits
         known = self._peers.get(host)
         if known is None:
             if len(self._peers) >= MAX_PEERS:
                 self._forget_one()
-            known = self._peers[host] = _Peer(limits.peer_start_burst, now)
-        earned = (now - known.seen_at) * limits.max_peer_starts_per_s
-        known.credit = min(limits.peer_start_burst, known.credit + earned)
-        known.seen_at = now
+            known = self._peers[host] = _Peer(Bucket(limits.max_peer_starts_per_s, limits.peer_start_burst))
         self._peers.move_to_end(host)
         return known
 

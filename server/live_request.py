@@ -14,8 +14,8 @@ from engine.events import Delta, Failed, LevelChanged
 from engine.handle import RequestHandle
 from engine.request import RequestSpec
 from server import convert
+from server.bucket import Bucket
 from server.flow import Flow
-from server.rate import RateLimit
 from server.replay import ReplayBuffer
 from server.settings import SessionSection
 from server.ticket import Ticket
@@ -73,7 +73,7 @@ class LiveRequest:
         self.stream: Stream | None = None
         self.ended = False
         self.retryable = False
-        self.reprioritizations = RateLimit(settings.reprioritize_per_s, settings.reprioritize_burst)
+        self.reprioritizations = Bucket(settings.reprioritize_per_s, settings.reprioritize_burst)
         self._credit_tokens = credit_tokens
         self._settings = settings
         self._max_unsent_tokens = max_unsent_tokens

@@ -8,9 +8,9 @@ from clients.python.auth import hash_token
 from server.door import MAX_PEERS, Door, host_of
 from server.errors import TokenRateExceeded, TooManyCalls, Unauthenticated
 from server.identity import EVERYBODY, Authenticator, hash_of
-from server.rates import TokenRates
 from server.sections import AdmissionSection, TenantSection
 from server.settings import SettingsError, load
+from server.token_rates import TokenRates
 
 TOKEN = "a-token-that-nobody-can-guess"
 TENANTS = {

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import SlowConsumer, VorrangError
+from server.bucket import Bucket
 from server.flow import Flow
 from server.outbox import Outbox
-from server.rate import RateLimit
 from server.replay import FRAME_OVERHEAD_BYTES, ReplayBuffer
 
 
@@ -175,7 +175,7 @@ def test_the_most_urgent_goes_first_and_equals_take_turns() -> None:
 
 
 def test_a_rate_is_for_long_and_a_burst_at_once() -> None:
-    limit = RateLimit(per_s=2.0, burst=3)
+    limit = Bucket(per_s=2.0, size=3)
     assert [limit.take(10.0) for _ in range(4)] == [0.0, 0.0, 0.0, 0.5]
     assert limit.take(10.25) == pytest.approx(0.25)
     assert limit.take(10.5) == 0.0

@@ -9,21 +9,12 @@ from collections.abc import Callable, Mapping
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestSpec
 from engine.scheduler.plan import Plan
+from server.bucket import Bucket
 from server.errors import TokenRateExceeded
 from server.sections import TenantSection
 
 #: Seconds' worth of tokens that a tenant may be ahead, unless its settings say otherwise.
 DEFAULT_BURST_S = 10.0
-
-
-class _Account:
-    __slots__ = ("burst", "credit", "per_s", "seen_at")
-
-    def __init__(self, per_s: float, burst: float, now: float) -> None:
-        self.per_s = per_s
-        self.burst = burst
-        self.credit = burst
-        self.seen_at = now
 
 
 class TokenRates:
@@ -36,10 +27,10 @@ class TokenRates:
 
     def __init__(self, tenants: Mapping[str, TenantSection], now: Callable[[], float]) -> None:
         self._now = now
+        self._per_s = {name: t.tokens_per_s for name, t in tenants.items() if t.tokens_per_s is not None}
         self._accounts = {
-            name: _Account(t.tokens_per_s, t.burst_tokens or DEFAULT_BURST_S * t.tokens_per_s, now())
-            for name, t in tenants.items()
-            if t.tokens_per_s is not None
+            name: Bucket(per_s, tenants[name].burst_tokens or DEFAULT_BURST_S * per_s)
+            for name, per_s in self._per_s.items()
         }
 
     def __bool__(self) -> bool:
@@ -55,11 +46,9 @@ class TokenRates:
         account = self._accounts.get(tenant)
         if account is None:
             return
-        now = self._now()
-        account.credit = min(account.burst, account.credit + (now - account.seen_at) * account.per_s)
-        account.seen_at = now
-        if account.credit <= 0:
-            raise TokenRateExceeded(tenant, account.per_s, max(0.001, -account.credit / account.per_s))
+        level, per_s = account.level(self._now()), self._per_s[tenant]
+        if level <= 0:
+            raise TokenRateExceeded(tenant, per_s, max(0.001, -level / per_s))
 
     # What the engine tells: an ``EngineObserver``.
 
@@ -86,4 +75,4 @@ class TokenRates:
         """Tokens were computed for a tenant."""
         account = self._accounts.get(tenant)
         if account is not None:
-            account.credit -= num_tokens
+            account.spend(num_tokens)
