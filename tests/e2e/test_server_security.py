@@ -346,6 +346,15 @@ async def test_control_and_reflection_can_be_switched_off() -> None:
             assert await stub(channel).Tokenize(gen.TokenizeRequest(prompt=types.Prompt(text="x")))
 
 
+async def test_probes_have_a_plaintext_port_that_says_nothing_but_health(files: Certificates) -> None:
+    async with running_server({**files.settings, **TENANTS, "health.listen": "0.0.0.0:0"}) as app:
+        address = app.health_address.replace("0.0.0.0", "127.0.0.1")
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
+            code = await code_of(stub(channel).Generate(gen.GenerateRequest(spec=spec())))
+            assert code is grpc.StatusCode.UNIMPLEMENTED
+
+
 @pytest.mark.parametrize("setting", ["control.listen", "metrics.listen"])
 async def test_other_ports_refuse_plaintext_off_loopback_as_well(setting: str) -> None:
     with pytest.raises(BaseExceptionGroup) as caught:
