@@ -15,6 +15,7 @@ from engine.priority import CLASSES
 from engine.request import FinishReason, PreemptReason
 from server.errors import TABLE as ERRORS
 from server.metrics import TABLE
+from server.metrics_port import STATES
 from tests.support.promql import Seen, look
 from tests.support.process import ROOT
 
@@ -29,7 +30,7 @@ FROM_PROMETHEUS = {"namespace", "job", "instance", "pod"}
 PROCESS = {"process_resident_memory_bytes", "process_cpu_seconds_total", "process_open_fds"}
 VALUES = {
     "class": {entry.name for entry in CLASSES},
-    "state": {"waiting", "running", "preempted", "parked"},
+    "state": set(STATES),
     "kind": {"prefill", "decode"},
 }
 REFUSALS = {row.reason for row in ERRORS.values()}
