@@ -98,7 +98,9 @@ TABLE: Mapping[str, Metric] = {
 }
 
 #: Counters that every class and tenant has from its first request on: a rate needs a 0 to start from.
-_COUNTERS = [name for name, metric in TABLE.items() if metric.kind == "counter" and metric.labels == _BY_TENANT]
+_COUNTERS = [
+    name for name, metric in TABLE.items() if metric.kind == "counter" and metric.labels == _BY_TENANT
+]
 
 #: Gauges, and counters kept elsewhere, at one moment: by name, then by values of the labels.
 Standing = Mapping[str, Mapping[tuple[str, ...], float]]

@@ -1,6 +1,4 @@
-"""The operator's sections of the settings: TLS, tenants, admission, control, health,
-metrics, tracing.
-"""
+"""The operator's sections of the settings: TLS, tenants, admission, control, health, metrics, tracing."""
 
 from pathlib import Path
 from typing import Annotated, Self

@@ -116,7 +116,7 @@ def helm() -> Path | None:
 
 
 def promtool() -> Path | None:
-    """Prometheus' checker, from Debian's package where it is missing; None with a word where there is none."""
+    """Prometheus' checker, from Debian's package where it is missing; None where there is none."""
     found = shutil.which("promtool") or shutil.which("promtool", path=str(TOOLS))
     if found:
         return Path(found)

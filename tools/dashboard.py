@@ -92,9 +92,10 @@ def heat(title: str, text: str, unit: str, expr: str) -> dict[str, Any]:
 
 _USED = "sum(vorrang_{0}{{{1}}} - vorrang_{0}_free{{{1}}})"
 #: Tokens that went through the model, by class: prompts less what was cached, outputs, and what was lost.
-COMPUTED = " + ".join(
-    rate(f"vorrang_{name}_tokens_total", "class") for name in ("prompt", "output", "recomputed")
-) + f" - {rate('vorrang_cached_tokens_total', 'class')}"
+COMPUTED = (
+    " + ".join(rate(f"vorrang_{name}_tokens_total", "class") for name in ("prompt", "output", "recomputed"))
+    + f" - {rate('vorrang_cached_tokens_total', 'class')}"
+)
 _RED_ABOVE_0 = {
     "thresholds": {"mode": "absolute", "steps": [{"color": "green"}, {"color": "red", "value": 1}]}
 }

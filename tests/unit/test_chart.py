@@ -50,7 +50,8 @@ OPERATOR = {
                 "type": "object", "additionalProperties": False, "required": ["expr"],
                 "properties": {
                     "record": {"type": "string"}, "alert": {"type": "string"}, "expr": {"type": "string"},
-                    "for": {"type": "string"}, "labels": {"type": "object"}, "annotations": {"type": "object"},
+                    "for": {"type": "string"},
+                    "labels": {"type": "object"}, "annotations": {"type": "object"},
                 },
             }}},
         }}},
@@ -60,7 +61,9 @@ OPERATOR = {
 
 def merged(base: Any, over: Any) -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
-        return {key: merged(base.get(key), over[key]) if key in over else base[key] for key in {**base, **over}}
+        return {
+            key: merged(base.get(key), over[key]) if key in over else base[key] for key in {**base, **over}
+        }
     return over
 
 
@@ -88,7 +91,11 @@ def rendered(name: str) -> list[dict[str, Any]]:
 
 
 def one(name: str, *kinds: str) -> dict[str, Any]:
-    (found,) = [entry for entry in rendered(name) if entry["kind"] in kinds and "test" not in entry["metadata"]["name"]]
+    (found,) = [
+        entry
+        for entry in rendered(name)
+        if entry["kind"] in kinds and "test" not in entry["metadata"]["name"]
+    ]
     return found
 
 
@@ -98,7 +105,11 @@ def pod(name: str) -> dict[str, Any]:
 
 def test_the_schema_follows_the_settings():
     done = subprocess.run(
-        [sys.executable, "tools/chart.py", "schema", "--check"], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "tools/chart.py", "schema", "--check"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -229,7 +240,10 @@ def test_nobody_kills_a_server_that_drains_or_loads(name):
     takes_s = given["drain"]["preStopSeconds"] + math.ceil(grace_s) + 4 * serve.END_S_MAX
     assert spec["terminationGracePeriodSeconds"] > takes_s
     (container,) = spec["containers"]
-    assert container["lifecycle"]["preStop"]["exec"]["command"] == ["sleep", str(given["drain"]["preStopSeconds"])]
+    assert container["lifecycle"]["preStop"]["exec"]["command"] == [
+        "sleep",
+        str(given["drain"]["preStopSeconds"]),
+    ]
     (health_port,) = [entry["containerPort"] for entry in container["ports"] if entry["name"] == "health"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["grpc"]["port"] == health_port
@@ -247,7 +261,9 @@ def test_pods_are_as_locked_up_as_they_can_be(name):
     for spec in pods:
         assert spec["securityContext"]["runAsNonRoot"]
         assert not spec["automountServiceAccountToken"]
-        assert not spec["enableServiceLinks"], "Kubernetes' variables of a service `vorrang` would look like ours"
+        assert not spec["enableServiceLinks"], (
+            "Kubernetes' variables of a service `vorrang` would look like ours"
+        )
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
@@ -276,7 +292,9 @@ def test_what_selects_pods_selects_these(name):
         if entry["kind"] == "ServiceMonitor":
             wanted = entry["spec"]["selector"]["matchLabels"].items()
             chosen = [service for service in services if wanted <= service["metadata"]["labels"].items()]
-            assert [service["spec"].get("clusterIP") for service in chosen] == ["None"], "or each pod counts twice"
+            assert [service["spec"].get("clusterIP") for service in chosen] == ["None"], (
+                "or each pod counts twice"
+            )
         if entry["kind"] == "NetworkPolicy":
             assert {port["port"] for rule in entry["spec"]["ingress"] for port in rule["ports"]} == ports
     workload = one(name, "Deployment", "StatefulSet")
@@ -292,7 +310,9 @@ def test_the_autoscaler_asks_for_a_metric_that_there_is():
     assert scaler["scaleTargetRef"]["name"] == workload["metadata"]["name"]
     assert "replicas" not in workload["spec"], "or every upgrade would undo what the autoscaler did"
     asked = [entry["pods"]["metric"] for entry in scaler["metrics"]]
-    assert {metric["selector"]["matchLabels"]["class"] for metric in asked} == {entry.name for entry in CLASSES}
+    assert {metric["selector"]["matchLabels"]["class"] for metric in asked} == {
+        entry.name for entry in CLASSES
+    }
     for metric in asked:
         assert set(metric["selector"]["matchLabels"]) <= set(TABLE[metric["name"]].labels)
         assert metric["selector"]["matchLabels"]["state"] in STATES
@@ -305,7 +325,9 @@ def test_the_autoscaler_asks_for_a_metric_that_there_is():
 def test_alerts_and_dashboard_are_those_of_this_repository():
     rules = yaml.safe_load((ROOT / "deploy/prometheus/vorrang.rules.yaml").read_text())
     assert one("autoscaling", "PrometheusRule")["spec"] == rules
-    boards = [e["data"]["vorrang.json"] for e in rendered("autoscaling") if "vorrang.json" in e.get("data", {})]
+    boards = [
+        e["data"]["vorrang.json"] for e in rendered("autoscaling") if "vorrang.json" in e.get("data", {})
+    ]
     assert [json.loads(board) for board in boards] == [
         json.loads((ROOT / "deploy/grafana/vorrang.json").read_text())
     ]
@@ -326,7 +348,9 @@ def test_another_release_has_other_names_and_pods_change_with_settings():
 def test_helm_finds_nothing_to_complain_about():
     for name in SETS:
         more = () if name == "default" else ("--values", str(VALUES / f"{name}.yaml"))
-        done = subprocess.run([HELM, "lint", "--strict", CHART, *more], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [HELM, "lint", "--strict", CHART, *more], capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stdout
 
 

@@ -16,8 +16,8 @@ from engine.request import FinishReason, PreemptReason
 from server.errors import TABLE as ERRORS
 from server.metrics import TABLE
 from server.metrics_port import STATES
-from tests.support.promql import Seen, look
 from tests.support.process import ROOT
+from tests.support.promql import Seen, look
 
 DASHBOARD = ROOT / "deploy/grafana/vorrang.json"
 RULES = ROOT / "deploy/prometheus/vorrang.rules.yaml"
@@ -144,7 +144,9 @@ def test_legends_name_labels_that_the_query_keeps():
 
 def test_variables_ask_for_labels_that_there_are():
     variables = json.loads(DASHBOARD.read_text())["templating"]["list"]
-    asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", v["query"]) for v in variables if v["type"] == "query"]
+    asked = [
+        re.fullmatch(r"label_values\((\w+), (\w+)\)", v["query"]) for v in variables if v["type"] == "query"
+    ]
     assert {match[2] for match in asked} == {"namespace", "instance", "class", "tenant"}
     for match in asked:
         assert match[2] in labels_of(match[1])

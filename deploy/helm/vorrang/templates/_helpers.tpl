@@ -45,7 +45,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{/*
-Settings as TOML: what the chart decides over what was asked for. Plaintext on all interfaces is said to be
+Settings as TOML: what the chart decides over what was asked for, over lines of JSON for the log. Plaintext on all interfaces is said to be
 meant, since the metrics' port knows nothing else and the calls' port is inside the cluster.
 */}}
 {{- define "vorrang.config" -}}
@@ -63,7 +63,7 @@ meant, since the metrics' port knows nothing else and the calls' port is inside 
 {{- if .Values.gpu.enabled -}}
 {{- $_ := set $owned "engine" (dict "device" "cuda" "tensor_parallel" (int .Values.gpu.count)) -}}
 {{- end -}}
-{{- include "vorrang.toml" (dict "table" (mergeOverwrite (deepCopy .Values.config) $owned) "path" "") -}}
+{{- include "vorrang.toml" (dict "table" (mergeOverwrite (dict "log" (dict "format" "json")) (deepCopy .Values.config) $owned) "path" "") -}}
 {{- end }}
 
 {{/* A table as TOML: its values, then its tables. Whole numbers stay whole, which toToml does not care for. */}}
