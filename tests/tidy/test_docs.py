@@ -153,6 +153,17 @@ def test_settings_and_log_lines_named_in_the_pages_exist():
     assert wrong == []
 
 
+def test_variables_named_anywhere_are_settings():
+    known = {described.path for described in load(None).describe()}
+    files = [*documents(), ROOT / "Dockerfile", ROOT / "compose.yaml", ROOT / "tools/image.py"]
+    wrong = []
+    for path in files:
+        for section, name in re.findall(r"\bVORRANG_([A-Z]+)__([A-Z_]+)\b", path.read_text()):
+            if f"{section.lower()}.{name.lower()}" not in known:
+                wrong.append(f"{path.relative_to(ROOT)}: VORRANG_{section}__{name}")
+    assert wrong == []
+
+
 def chart_values() -> set[str]:
     """Names of all values of the chart, with dots."""
     return set(_named(yaml.safe_load((ROOT / "deploy/helm/vorrang/values.yaml").read_text()), ""))

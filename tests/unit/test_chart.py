@@ -9,6 +9,7 @@ import math
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,17 @@ def test_the_server_takes_the_settings(name, tmp_path, monkeypatch):
         "control": settings.control.listen,
     }
     assert ports == {key: int(where.rpartition(":")[2]) for key, where in listening.items() if where}
+
+
+@needs_helm
+@pytest.mark.deep
+@pytest.mark.parametrize("name", SETS)
+def test_the_pool_leaves_room_for_the_rest_in_the_pods_memory(name):
+    limit = pod(name)["spec"]["containers"][0]["resources"]["limits"]["memory"]
+    assert limit.endswith("Gi")
+    pool_bytes = tomllib.loads(one_config(name)).get("kv", {}).get("bytes")
+    assert (pool_bytes is None) == values(name)["gpu"]["enabled"], "half of the node's memory would be taken"
+    assert int(limit.removesuffix("Gi")) * 2**30 - (pool_bytes or 0) >= 1.5 * 2**30
 
 
 def one_config(name: str) -> str:

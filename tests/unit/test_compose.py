@@ -44,6 +44,8 @@ def test_the_variables_are_settings_and_the_server_would_start(services, monkeyp
     backstop_s = settings.server.grace_s + 4 * serve.END_S_MAX
     assert seconds(vorrang["stop_grace_period"]) > backstop_s, "it would be killed while it drains"
     assert settings.metrics.listen.endswith(":9464")
+    limit_bytes = int(vorrang["deploy"]["resources"]["limits"]["memory"])
+    assert limit_bytes - settings.kv.bytes >= 1.5 * 2**30
 
 
 def test_ports_are_open_on_loopback_alone(services):

@@ -45,12 +45,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end }}
 
 {{/*
-Settings as TOML: what the chart decides over what was asked for, over lines of JSON for the log. Plaintext on all interfaces is said to be
+Settings as TOML: what the chart decides over what was asked for, over lines of JSON for
+the log and, without a card, a KV pool of 1 GiB: the server would take half of what the node has free. Plaintext on all interfaces is said to be
 meant, since the metrics' port knows nothing else and the calls' port is inside the cluster.
 */}}
 {{- define "vorrang.config" -}}
 {{- $server := dict "listen" "0.0.0.0:50051" "insecure" (or (not .Values.tls.secretName) .Values.metrics.enabled) -}}
-{{- $owned := dict "server" $server "health" (dict "listen" "0.0.0.0:50053") -}}
+{{- $owned := dict "server" $server -}}
 {{- $control := dict "enabled" .Values.control.enabled -}}
 {{- if .Values.control.enabled }}{{ $_ := set $control "listen" "0.0.0.0:50052" }}{{ end -}}
 {{- $_ := set $owned "control" $control -}}
@@ -63,7 +64,11 @@ meant, since the metrics' port knows nothing else and the calls' port is inside 
 {{- if .Values.gpu.enabled -}}
 {{- $_ := set $owned "engine" (dict "device" "cuda" "tensor_parallel" (int .Values.gpu.count)) -}}
 {{- end -}}
-{{- include "vorrang.toml" (dict "table" (mergeOverwrite (dict "log" (dict "format" "json")) (deepCopy .Values.config) $owned) "path" "") -}}
+{{- $defaults := dict "log" (dict "format" "json") -}}
+{{- if not (or .Values.gpu.enabled (dig "kv" "bytes" nil .Values.config) (dig "kv" "num_blocks" nil .Values.config)) -}}
+{{- $_ := set $defaults "kv" (dict "bytes" 1073741824) -}}
+{{- end -}}
+{{- include "vorrang.toml" (dict "table" (mergeOverwrite $defaults (deepCopy .Values.config) $owned) "path" "") -}}
 {{- end }}
 
 {{/* A table as TOML: its values, then its tables. Whole numbers stay whole, which toToml does not care for. */}}
