@@ -46,7 +46,9 @@ def main() -> None:
         for step in stages["build"]:
             image.build(step)
         image.serve(stages["cpu"])
-    print("not checked here: " + "; ".join((*image.skipped, "the base image", "stage cuda")))
+    users = [step["value"] for step in stages["cuda"] if step["instruction"] == "USER"]
+    assert users[-1] == "10001", "cuda must not run as root"
+    print("not checked here: " + "; ".join((*image.skipped, "the base image", "what stage cuda installs")))
 
 
 def stages_of(path: Path) -> dict[str, list[dict[str, Any]]]:

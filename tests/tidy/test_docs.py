@@ -14,7 +14,7 @@ from clients.python.errors import CLASS_BY_REASON, RequestFailed
 from server.errors import TABLE
 from server.identity import hash_of
 from server.settings import load
-from tests.support.process import ROOT, environment, server_process
+from tests.support.process import ROOT, ServerProcess, environment, server_process
 from vorrang.v1 import errors_pb2
 
 DOCS = ROOT / "docs"
@@ -114,19 +114,24 @@ def fenced(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
 
 
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    with server_process() as process:
+        yield process
+
+
 @pytest.mark.parametrize("page", ["TROUBLESHOOTING.md", "KUBERNETES.md"])
-def test_programs_in_the_pages_run(page):
+def test_programs_in_the_pages_run(server, page):
     programs = fenced(page, "python")
     assert programs
-    with server_process() as server:
-        for program in programs:
-            code = re.sub(r"(127\.0\.0\.1|localhost):50051", server.address, program)
-            done = subprocess.run(
-                [sys.executable, "-c", code],
-                cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.strip()
+    for program in programs:
+        code = re.sub(r"(127\.0\.0\.1|localhost):50051", server.address, program)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.strip()
 
 
 @pytest.mark.parametrize("page", ["OPERATIONS.md", "KUBERNETES.md"])
