@@ -150,6 +150,7 @@ BAD = {
     "autoscaling by a class that is none": {"autoscaling": {"waiting": {"urgent": 1}}},
     "client certificates without TLS": {"tls": {"requireClientCertificate": True}},
     "a port": {"service": {"port": 70000}},
+    "a rollout that can't begin": {"workload": {"maxSurge": 0, "maxUnavailable": 0}},
     "no card": {"gpu": {"enabled": True, "count": 0}},
     "a negative wait": {"drain": {"preStopSeconds": -1}},
     "a size": {"cache": {"size": "big"}},

@@ -132,6 +132,12 @@ def test_every_metric_is_on_the_dashboard_or_left_out_on_purpose():
     assert not names & set(LEFT_OUT)
 
 
+def test_every_metric_is_in_the_operators_page():
+    page = (ROOT / "docs/OPERATIONS.md").read_text()
+    names = {f"{name}_total" if metric.kind == "counter" else name for name, metric in TABLE.items()}
+    assert {name for name in names if not re.search(rf"`{name}[`{{]", page)} == set()
+
+
 def test_legends_name_labels_that_the_query_keeps():
     for panel in panels():
         for target in panel.get("targets", ()):
