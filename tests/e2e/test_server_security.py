@@ -223,6 +223,8 @@ async def test_a_reprioritisation_is_capped_too() -> None:
             await session.start("a", spec([1], max_tokens=4))
             assert (await session.event("accepted")).level == 5
             await session.reprioritize("a", -50)
+            await session.cancel("nobody")  # frames are obeyed in order: its answer says the other was read
+            await session.event("command_rejected")
             runner.release()
             changed = await session.event("priority_changed")
             assert (changed.level, changed.capped) == (0, True)
