@@ -19,7 +19,7 @@ from vorrang.v1 import errors_pb2
 
 DOCS = ROOT / "docs"
 #: Folders that hold no documents of ours.
-NOT_OURS = {".git", ".venv", "build", "target", "node_modules"}
+NOT_OURS = {"build", "target", "node_modules"}
 REASONS = [name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.keys()[1:]]
 #: Reasons that the protocol has and no error of this server does.
 NEVER_SENT = {"SLO_UNATTAINABLE", "PREEMPTION_LIMIT"}
@@ -27,7 +27,11 @@ HEAD = re.compile(r"`(\w+)`, ((?:not )?retryable)\. Python `(\w+)`, Go `(\w+)`, 
 
 
 def documents() -> list[Path]:
-    return [path for path in sorted(ROOT.rglob("*.md")) if not NOT_OURS & set(path.relative_to(ROOT).parts)]
+    folders = [
+        path for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "." and path.name not in NOT_OURS
+    ]
+    found = [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*.md"))]
+    return [path for path in sorted(found) if not NOT_OURS & set(path.relative_to(ROOT).parts)]
 
 
 def text_without_code(path: Path) -> str:
