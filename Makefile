@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image constraints bench-grpc test-kernels gpu check-kernels test-go test-java
+.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels gpu check-kernels test-go test-java
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -69,17 +69,24 @@ check: $(STAMP) ## lint, types, borders, protos, generated code, GPU kernels
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
 	$(BIN)/python tools/protos.py check-go
+	$(BIN)/python tools/protocol_reference.py --check
+	$(BIN)/python tools/dashboard.py --check
+	$(BIN)/python tools/chart.py schema --check
 	$(MAKE) --no-print-directory check-kernels
 
 check-kernels: $(STAMP) ## compile every GPU kernel ahead of time, no card needed (WRITE=1 writes docs/kernels.md)
 	$(BIN)/python tools/check_kernels.py $(if $(WRITE),--write)
 
+check-chart: $(STAMP) ## render the Helm chart and check it, play the alerts through (brings helm and promtool)
+	PYTHONPATH=.:protos $(BIN)/python tools/chart.py check
+
 fmt: $(STAMP) ## format the code
 	$(BIN)/ruff check --fix-only --quiet . || true
 	$(BIN)/ruff format .
 
-proto: $(STAMP) ## generate the stubs again, those for Go where it is installed
+proto: $(STAMP) ## generate stubs and protocol reference again, stubs for Go where it is installed
 	$(BIN)/python tools/protos.py generate
+	$(BIN)/python tools/protocol_reference.py
 	$(BIN)/python tools/protos.py generate-go
 
 image: ## build the container image (needs a container engine)

@@ -78,16 +78,18 @@ class Ready:
     transport: str = "plaintext"
     control_address: str = ""
     metrics_address: str = ""
+    health_address: str = ""
 
     def __str__(self) -> str:
         computed_by = f", {self.computed_by}" if self.computed_by else ""
         control = f", control on {self.control_address}" if self.control_address else ""
         metrics = f", metrics on {self.metrics_address}" if self.metrics_address else ""
+        health = f", health on {self.health_address}" if self.health_address else ""
         return (
             f"ready on {self.address}: model {self.model}, policy {self.policy}, "
             f"{self.max_running_requests} seats, {self.num_blocks} blocks of {self.block_size} tokens, "
             f"largest request {self.max_request_tokens} tokens{computed_by}, runner {self.runner}, "
-            f"{self.event_loop}, {self.transport}{control}{metrics}"
+            f"{self.event_loop}, {self.transport}{control}{metrics}{health}"
         )
 
 
@@ -156,6 +158,11 @@ class App:
         self._stopped_twice = True
         if self._grace is not None and not self._grace.expired():
             self._grace.reschedule(asyncio.get_running_loop().time())
+
+    @property
+    def health_address(self) -> str:
+        """Of the port for probes; empty without one."""
+        return self._ports.health_address
 
     @property
     def tls(self) -> TlsFiles | None:
@@ -351,4 +358,5 @@ class App:
             transport=self._ports.transport,
             control_address=self.control_address if self.control_address != self.address else "",
             metrics_address=self.metrics_address,
+            health_address=self._ports.health_address,
         )

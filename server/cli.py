@@ -253,7 +253,10 @@ def doctor() -> None:
 
 @main.command()
 def healthcheck(
-    target: Annotated[str, typer.Option(help="The server; its health needs no login.")] = "127.0.0.1:50051",
+    target: Annotated[
+        str,
+        typer.Option(help="The server; its health needs no login.", envvar="VORRANG_HEALTHCHECK_TARGET"),
+    ] = "127.0.0.1:50051",
     service: Annotated[str, typer.Option(help="Service to ask about; empty = the whole server.")] = "",
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for an answer.")] = 5.0,
 ) -> None:

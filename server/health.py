@@ -17,6 +17,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.loop import EngineStatistics
 
 SERVICES = ("", "vorrang.v1.GenerationService", "vorrang.v1.ControlService")
+#: SERVING for as long as the event loop answers at all, also while a model is loaded or a runner started
+#: again: what a liveness probe asks, so that nobody kills a server for being busy with that.
+LIVE = "vorrang.live"
 #: Calls of ``Watch`` open at once.
 MAX_WATCHERS = 256
 _Status = health_pb2.HealthCheckResponse
@@ -54,7 +57,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
 
     async def Check(self, request: Any, context: Any) -> Any:  # noqa: N802
         """The answer now; NOT_FOUND for a service that is not ours."""
-        if request.service not in SERVICES:
+        if request.service not in (*SERVICES, LIVE):
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such service")
         return _Status(status=self._status(request.service))
 
@@ -89,6 +92,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             del self._watchers[me]
 
     def _status(self, service: str) -> int:
+        if service == LIVE:
+            return int(_Status.SERVING)
         if service not in SERVICES:
             return int(_Status.SERVICE_UNKNOWN)
         return int(_Status.SERVING if self._serving else _Status.NOT_SERVING)

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric as Family
 
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
-from engine.priority import LEVEL_MAX, LEVEL_MIN, class_of
+from engine.priority import CLASSES, LEVEL_MAX, LEVEL_MIN, class_of
 from engine.request import RequestSpec
 from engine.scheduler.plan import Plan
 from server.errors import row_of
@@ -97,6 +97,11 @@ TABLE: Mapping[str, Metric] = {
     )
 }
 
+#: Counters that every class and tenant has from its first request on: a rate needs a 0 to start from.
+_COUNTERS = [
+    name for name, metric in TABLE.items() if metric.kind == "counter" and metric.labels == _BY_TENANT
+]
+
 #: Gauges, and counters kept elsewhere, at one moment: by name, then by values of the labels.
 Standing = Mapping[str, Mapping[tuple[str, ...], float]]
 
@@ -131,7 +136,7 @@ class _Series:
     __slots__ = ("counters", "gap", "histograms", "num_output_tokens", "preemptions", "reasons")
 
     def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
+        self.counters: Counter[str] = Counter(dict.fromkeys(_COUNTERS, 0))
         self.reasons: Counter[str] = Counter()
         self.preemptions: Counter[str] = Counter()
         self.num_output_tokens = 0
@@ -247,6 +252,10 @@ class Metrics:
     def refusals(self) -> Counter[tuple[str, str]]:
         """Refusals so far, by tenant and reason."""
         return self._refusals.copy()
+
+    def labels(self) -> set[tuple[str, str]]:
+        """Classes and tenants that have had a request, and every class without a tenant."""
+        return {*self._series, *((entry.name, "") for entry in CLASSES)}
 
     def label(self, tenant: str) -> str:
         """The label of a tenant."""

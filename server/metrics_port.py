@@ -21,6 +21,8 @@ from server.settings import SettingsError
 
 #: Seconds a scrape waits for the event loop.
 LOOK_S_MAX = 1.0
+#: Where a request that is alive can be.
+STATES = ("waiting", "running", "preempted", "parked")
 
 log = structlog.get_logger("vorrang.server")
 
@@ -109,16 +111,7 @@ def standing(backend: Backend, health: Health, metrics: Metrics, engine: Engine 
         return found
     now = engine.statistics()
     found |= {
-        "vorrang_requests": by_labels(
-            ((class_name, metrics.label(tenant), state), count)
-            for (class_name, tenant), look in engine.class_looks().items()
-            for state, count in (
-                ("waiting", look.num_waiting),
-                ("running", look.num_running),
-                ("preempted", look.num_preempted),
-                ("parked", look.num_parked),
-            )
-        ),
+        "vorrang_requests": _requests(engine, metrics),
         "vorrang_seats": {(): engine.config.max_running_requests},
         "vorrang_seats_free": {(): engine.config.max_running_requests - now.num_running},
         "vorrang_kv_blocks": {(): now.num_blocks},
@@ -127,3 +120,18 @@ def standing(backend: Backend, health: Health, metrics: Metrics, engine: Engine 
         "vorrang_runner_restarts": {(): now.num_runner_losses},
     }
     return found
+
+
+def _requests(engine: Engine, metrics: Metrics) -> dict[tuple[str, ...], float]:
+    """Requests alive; a series that was there once stays, at 0, for whoever scales or alerts by it."""
+    looks = engine.class_looks().items()
+    return by_labels(
+        [
+            *(((*labels, state), 0.0) for labels in metrics.labels() for state in STATES),
+            *(
+                ((class_name, metrics.label(tenant), state), float(getattr(look, f"num_{state}")))
+                for (class_name, tenant), look in looks
+                for state in STATES
+            ),
+        ]
+    )

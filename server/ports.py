@@ -21,19 +21,21 @@ _HEALTH = "grpc.health.v1.Health"
 
 
 class Ports:
-    """One port, or two when ControlService has its own. Make it inside the running event loop.
+    """One port; others where ControlService or health have their own. Make it inside the running event loop.
 
     Args:
         settings: all of them.
 
     Attributes:
         tls: certificates in use; None before ``open``, and without TLS.
+        health_address: of the port for probes; empty without one.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._servers: list[grpc.aio.Server] = []
         self.tls: TlsFiles | None = None
+        self.health_address = ""
         self._watching: asyncio.Task[None] | None = None
 
     @property
@@ -67,6 +69,8 @@ class Ports:
         handlers = {generation.SERVICE: service}
         if settings.control.enabled and not has_own_port:
             handlers[control.SERVICE] = operators
+        if settings.health.listen is not None:
+            self.health_address = await self._open_for_probes(settings.health.listen, health)
         address = await self._open("server.listen", settings.server.listen, health, handlers)
         if not settings.control.enabled:
             return address, ""
@@ -88,22 +92,31 @@ class Ports:
     async def _open(
         self, setting: str, listen: str, health: Health, handlers: dict[str, grpc.GenericRpcHandler]
     ) -> str:
-        host, _, port = listen.rpartition(":")
         if self.tls is None:
             check_plaintext(setting, listen, allowed=self._settings.server.insecure)
-        if int(port) > 65535:
-            raise SettingsError(f"{setting}: the port must be at most 65535, got {port}")
         server = grpc.aio.server(options=options(self._settings))
         if self._settings.control.reflection:
             names = (*handlers, _HEALTH, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         server.add_generic_rpc_handlers(tuple(handlers.values()))
+        return await self._start(setting, listen, server, self.tls)
+
+    async def _open_for_probes(self, listen: str, health: Health) -> str:
+        """Plaintext wherever it is: it tells no more than a port that is open or closed does."""
+        server = grpc.aio.server(options=options(self._settings))
+        health_pb2_grpc.add_HealthServicer_to_server(health, server)
+        return await self._start("health.listen", listen, server, None)
+
+    async def _start(self, setting: str, listen: str, server: grpc.aio.Server, tls: TlsFiles | None) -> str:
+        host, _, port = listen.rpartition(":")
+        if int(port) > 65535:
+            raise SettingsError(f"{setting}: the port must be at most 65535, got {port}")
         try:
-            if self.tls is None:
+            if tls is None:
                 bound = server.add_insecure_port(listen)
             else:
-                bound = server.add_secure_port(listen, self.tls.credentials())
+                bound = server.add_secure_port(listen, tls.credentials())
         except RuntimeError:
             raise SettingsError(f"{setting}: can't listen on {listen}; is it in use?") from None
         self._servers.append(server)

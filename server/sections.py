@@ -1,4 +1,4 @@
-"""The operator's sections of the settings: TLS, tenants, admission, control, metrics, tracing."""
+"""The operator's sections of the settings: TLS, tenants, admission, control, health, metrics, tracing."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -153,6 +153,18 @@ class ControlSection(BaseModel):
     past_steps: int = Field(default=64, ge=0, le=100_000)
     max_watchers: int = Field(default=8, ge=1)
     max_watcher_steps: int = Field(default=256, ge=1)
+
+
+class HealthSection(BaseModel):
+    """A port for probes that cannot speak TLS, as those of the kubelet; it says nothing but health.
+
+    Attributes:
+        listen: ``host:port``, always plaintext; None = health is on the other gRPC ports alone.
+    """
+
+    model_config = FROZEN
+
+    listen: str | None = Field(default=None, pattern=ADDRESS)
 
 
 class MetricsSection(BaseModel):

@@ -35,6 +35,7 @@ from server.sections import (
     ADDRESS,
     AdmissionSection,
     ControlSection,
+    HealthSection,
     MetricsSection,
     TenantName,
     TenantSection,
@@ -247,6 +248,7 @@ class Settings(BaseSettings):
     tenants: dict[TenantName, TenantSection] = Field(default_factory=dict)
     admission: AdmissionSection = AdmissionSection()
     control: ControlSection = ControlSection()
+    health: HealthSection = HealthSection()
     metrics: MetricsSection = MetricsSection()
     tracing: TracingSection = TracingSection()
 

@@ -10,12 +10,15 @@ environment see the packages of the running one, instead of installing some GB.
 
 import argparse
 import asyncio
+import contextlib
 import fnmatch
 import json
 import os
+import shlex
 import shutil
 import signal
 import site
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,7 +29,7 @@ from typing import Any
 from dockerfile_parse import DockerfileParser
 
 ROOT = Path(__file__).resolve().parents[1]
-PREFIX = "/opt/vorrang"
+PREFIX, CACHE = "/opt/vorrang", "/var/cache/vorrang"
 READY_S_MAX, STOP_S_MAX, STEP_S_MAX = 120.0, 30.0, 1800.0
 
 
@@ -43,7 +46,9 @@ def main() -> None:
         for step in stages["build"]:
             image.build(step)
         image.serve(stages["cpu"])
-    print("not checked here: " + "; ".join((*image.skipped, "the base image", "stage cuda")))
+    users = [step["value"] for step in stages["cuda"] if step["instruction"] == "USER"]
+    assert users[-1] == "10001", "cuda must not run as root"
+    print("not checked here: " + "; ".join((*image.skipped, "the base image", "what stage cuda installs")))
 
 
 def stages_of(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -93,7 +98,9 @@ class Image:
 
     def _run(self, command: str) -> None:
         """What is written for the image's folders happens in ours."""
-        command = command.replace(PREFIX, str(self._inside(PREFIX))).replace(" /src/", f" {self.folder}/src/")
+        for path in (PREFIX, CACHE):
+            command = command.replace(path, str(self._inside(path)))
+        command = command.replace(" /src/", f" {self.folder}/src/")
         if self._borrow:
             command = command.replace("-m venv", "-m venv --system-site-packages")
         print(f"$ {command}", flush=True)
@@ -120,17 +127,24 @@ class Image:
         wanted = {step["instruction"]: step["value"] for step in steps}
         assert wanted["STOPSIGNAL"] == "SIGTERM"
         assert wanted["USER"] == "10001", "must not be root"
+        runs = [step["value"] for step in steps if step["instruction"] == "RUN"]
+        assert not [value for value in runs if "apt-get" in value], (
+            "nothing is installed here, no compiler either"
+        )
+        port, health_port = free_ports(2)
         self.skipped += ["the user and the ownership of files", "restarts by HEALTHCHECK"]
         binaries = self._inside(PREFIX) / "bin"
         environment = {
+            **variables(wanted["ENV"]),
             "PATH": str(binaries),
-            "VORRANG_CACHE_DIR": str(self._inside(f"{PREFIX}/cache")),
-            "PYTHONUNBUFFERED": "1",
-            "VORRANG_SERVER__INSECURE_LISTEN": "true",
+            "VORRANG_CACHE_DIR": str(self._inside(CACHE)),
+            "VORRANG_SERVER__INSECURE": "true",
             "HOME": "/nonexistent",
         }
+        for name in ("VORRANG_HEALTH__LISTEN", "VORRANG_HEALTHCHECK_TARGET"):
+            environment[name] = environment[name].replace(":50053", f":{health_port}")
         command = json.loads(wanted["ENTRYPOINT"]) + json.loads(wanted["CMD"])
-        command = [argument.replace("0.0.0.0:", "127.0.0.1:") for argument in command]
+        command = [argument.replace("0.0.0.0:50051", f"127.0.0.1:{port}") for argument in command]
         health = json.loads(wanted["HEALTHCHECK"].split("CMD", 1)[1])
         print(f"$ {' '.join(command)}", flush=True)
         started = time.monotonic()
@@ -143,7 +157,7 @@ class Image:
                     assert time.monotonic() - started < READY_S_MAX, "the server does not become healthy"
                     time.sleep(0.5)
                 print(f"healthy after {time.monotonic() - started:.1f} s")
-                text = asyncio.run(generate("127.0.0.1:50051"))
+                text = asyncio.run(generate(f"127.0.0.1:{port}"))
                 print(f"it says: {text!r}")
             finally:
                 server.send_signal(signal.SIGTERM)
@@ -198,6 +212,18 @@ def is_sent(name: str) -> bool:
         if matches:
             sent = rule.startswith("!")
     return sent
+
+
+def free_ports(num: int) -> list[int]:
+    """Ports of loopback that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(num)]
+        return [listening.getsockname()[1] for listening in sockets]
+
+
+def variables(value: str) -> dict[str, str]:
+    """What an ENV step sets."""
+    return dict(part.partition("=")[::2] for part in shlex.split(value))
 
 
 async def generate(target: str) -> str:

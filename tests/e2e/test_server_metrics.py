@@ -109,6 +109,21 @@ async def test_everything_that_happens_to_requests_is_counted_once() -> None:
 
 
 @pytest.mark.asyncio
+async def test_an_empty_queue_is_told_as_zero_rather_than_not_at_all() -> None:
+    # An autoscaler takes a series that is not there for a broken one, and scales nothing down.
+    token = "acme-token-0123456789"
+    settings = {**METRICS, "tenants.acme.token_hashes": [hash_of(token)]}
+    async with running_server(settings) as app, grpc.aio.insecure_channel(app.address) as channel:
+        before = await scrape(app)
+        assert before["vorrang_requests", "interactive", "", "waiting"] == 0
+        await stub(channel).Generate(
+            gen.GenerateRequest(spec=spec(level=10)), metadata=(("authorization", f"Bearer {token}"),)
+        )
+        after = await scrape(app)
+    assert {after["vorrang_requests", "batch", "acme", state] for state in server.metrics_port.STATES} == {0}
+
+
+@pytest.mark.asyncio
 async def test_the_table_of_names_is_what_is_served() -> None:
     async with running_server(METRICS) as app, grpc.aio.insecure_channel(app.address) as channel:
         await stub(channel).Generate(gen.GenerateRequest(spec=spec()))

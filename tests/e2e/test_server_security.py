@@ -223,6 +223,8 @@ async def test_a_reprioritisation_is_capped_too() -> None:
             await session.start("a", spec([1], max_tokens=4))
             assert (await session.event("accepted")).level == 5
             await session.reprioritize("a", -50)
+            await session.cancel("nobody")  # frames are obeyed in order: its answer says the other was read
+            await session.event("command_rejected")
             runner.release()
             changed = await session.event("priority_changed")
             assert (changed.level, changed.capped) == (0, True)
@@ -344,6 +346,15 @@ async def test_control_and_reflection_can_be_switched_off() -> None:
             )
             assert await code_of(listing.read()) is grpc.StatusCode.UNIMPLEMENTED
             assert await stub(channel).Tokenize(gen.TokenizeRequest(prompt=types.Prompt(text="x")))
+
+
+async def test_probes_have_a_plaintext_port_that_says_nothing_but_health(files: Certificates) -> None:
+    async with running_server({**files.settings, **TENANTS, "health.listen": "0.0.0.0:0"}) as app:
+        address = app.health_address.replace("0.0.0.0", "127.0.0.1")
+        async with grpc.aio.insecure_channel(address) as channel:
+            assert await health(channel) == health_pb2.HealthCheckResponse.SERVING
+            code = await code_of(stub(channel).Generate(gen.GenerateRequest(spec=spec())))
+            assert code is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize("setting", ["control.listen", "metrics.listen"])

@@ -9,7 +9,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 from engine.loop import EngineStatistics
-from server.health import MAX_WATCHERS, Health, follow_engine
+from server.health import LIVE, MAX_WATCHERS, Health, follow_engine
 
 pytestmark = pytest.mark.asyncio
 
@@ -61,6 +61,15 @@ async def test_a_service_that_is_not_ours_is_unknown() -> None:
         watcher, task = watch(group, health, "nobody")
         assert await watcher.written.get() == _Status.SERVICE_UNKNOWN
         task.cancel()
+
+
+async def test_a_server_that_is_busy_starting_is_alive_though_it_does_not_serve() -> None:
+    health = Health()
+    answers = [
+        (await health.Check(health_pb2.HealthCheckRequest(service=name), Watcher())).status
+        for name in ("", LIVE)
+    ]
+    assert answers == [_Status.NOT_SERVING, _Status.SERVING]
 
 
 async def test_a_step_that_does_not_end_takes_the_server_out_until_it_does() -> None:
