@@ -47,8 +47,9 @@ from clients.python.events import (
     Usage,
 )
 from clients.python.request import Messages, PriorityLike, RequestOptions, SamplingOptions
+from clients.python.request_stream import RequestStream
 from clients.python.session import Session
-from clients.python.stream import CallStream, EventStream, RequestStream
+from clients.python.stream import CallStream, EventStream
 
 __all__ = [
     "Accepted",

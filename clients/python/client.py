@@ -87,6 +87,9 @@ class VorrangClient:
             ("grpc.http2.ping_timeout_ms", int(keepalive_timeout_s * 1000)),
             ("grpc.keepalive_permit_without_calls", 0),
             ("grpc.http2.max_pings_without_data", 0),
+            # A session looks for a lost server every second; the channel must not take longer by itself.
+            ("grpc.initial_reconnect_backoff_ms", 100),
+            ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.max_receive_message_length", max_message_bytes),
             ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
             *channel_options,
@@ -151,6 +154,7 @@ class VorrangClient:
         resume_token: str = "",
         client_name: str = "vorrang-python",
         open_timeout_s: float = 30.0,
+        reconnect_s: float = 10.0,
     ) -> Session:
         """A session, to be entered with ``async with``; see ``Session``.
 
@@ -164,6 +168,11 @@ class VorrangClient:
                 be taken up with ``Session.resume``. A stream it still has is ended.
             client_name: name and version of the calling program, for the server's logs.
             open_timeout_s: longest wait for the server's answer.
+            reconnect_s: how long a lost connection is looked for before everybody gets ``ConnectionLost``;
+                servers keep the requests of a lost session for 10 s by default. 0 = not at all.
+
+        Raises:
+            ValueError: ``reconnect_s`` is negative.
         """
         method = self._channel.stream_stream(
             f"/{_SERVICE}/Session",
@@ -178,6 +187,7 @@ class VorrangClient:
             keep_credit=keep_credit,
             resume_token=resume_token,
             open_timeout_s=open_timeout_s,
+            reconnect_s=reconnect_s,
         )
 
     def generate_stream(
