@@ -131,7 +131,8 @@ class Link:
             while True:
                 response = await self._call.read()
                 if not isinstance(response, pb.SessionResponse):
-                    loss = ConnectionLost("the server ended the session")
+                    # Of its own accord, so another stream would be no better.
+                    loss = ConnectionLost("the server ended the session", code=grpc.StatusCode.ABORTED)
                     return
                 self._take(response)
         except grpc.aio.AioRpcError as error:

@@ -16,8 +16,7 @@ class CuttingProxy:
     """
 
     def __init__(self, target: str) -> None:
-        self._host, _, port = target.rpartition(":")
-        self._port = int(port)
+        self.lead_to(target)
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._refuses = False
@@ -38,6 +37,11 @@ class CuttingProxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._server.wait_closed()
+
+    def lead_to(self, target: str) -> None:
+        """Pass new connections on to this address."""
+        self._host, _, port = target.rpartition(":")
+        self._port = int(port)
 
     def cut(self) -> None:
         """Reset every connection; what is under way in them is lost."""
