@@ -10,7 +10,6 @@ import pytest
 
 from clients.python import CommandRejected, Delta, RequestStream, ResumeOutOfRange, Session, VorrangClient
 from engine.runner.scripted import expected_output
-from server.app import App
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import settled
@@ -21,7 +20,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 @contextlib.asynccontextmanager
 async def through_a_proxy(
     settings: dict[str, object] | None = None, **options: Any
-) -> AsyncIterator[tuple[App, CuttingProxy, VorrangClient, Session]]:
+) -> AsyncIterator[tuple[CuttingProxy, VorrangClient, Session]]:
     """A session with a real server whose connection can be cut."""
     async with (
         running_server(settings) as app,
@@ -29,7 +28,7 @@ async def through_a_proxy(
         VorrangClient(proxy.address) as client,
         client.session(**options) as session,
     ):
-        yield app, proxy, client, session
+        yield proxy, client, session
 
 
 class Reader:
@@ -51,7 +50,7 @@ class Reader:
 
 async def test_a_hundred_streams_survive_the_death_of_their_connection() -> None:
     settings: dict[str, object] = {"scheduler.max_running_requests": 16, "engine.scripted_step_s": 0.001}
-    async with through_a_proxy(settings) as (_, proxy, client, session):
+    async with through_a_proxy(settings) as (proxy, client, session):
         readers = [
             Reader(await session.start(token_ids=[n + 1], temperature=0.0, max_tokens=40, credit_tokens=16))
             for n in range(100)
@@ -94,7 +93,7 @@ async def test_a_server_that_is_started_again_has_lost_what_had_begun_and_takes_
 
 async def test_cancel_and_priority_reach_the_server_after_the_gap() -> None:
     settings: dict[str, object] = {"engine.scripted_step_s": 0.002}
-    async with through_a_proxy(settings) as (app, proxy, _, session):
+    async with through_a_proxy(settings) as (proxy, _, session):
         streams = [await session.start(token_ids=[n + 1], max_tokens=400, priority="batch") for n in range(3)]
         for stream in streams:
             await anext(stream)
@@ -115,7 +114,7 @@ async def test_cancel_and_priority_reach_the_server_after_the_gap() -> None:
 async def test_cuts_at_any_time_change_no_output(seed: int) -> None:
     chance = random.Random(seed)
     settings: dict[str, object] = {"scheduler.max_running_requests": 4, "engine.scripted_step_s": 0.0005}
-    async with through_a_proxy(settings) as (_, proxy, _, session):
+    async with through_a_proxy(settings) as (proxy, _, session):
 
         async def one(number: int) -> None:
             await asyncio.sleep(chance.random())

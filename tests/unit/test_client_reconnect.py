@@ -23,6 +23,7 @@ from clients.python import (
     VorrangClient,
 )
 from tests.support.fake_server import FakeServer, FakeSession, SessionScript, abort, delta, finished, status
+from tests.support.wire import settled
 from vorrang.v1 import generation_pb2 as pb
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
@@ -141,8 +142,7 @@ async def test_credit_counts_anew_from_what_arrived_and_what_waits_is_paid_back_
 
     async with connected(first, second) as session:
         stream = await session.start("x", request_id="r")
-        while len(stream._buffer) < 3:  # nothing is read before the resumption
-            await asyncio.sleep(0.001)
+        await settled(lambda: len(stream._buffer) == 3)  # nothing is read before the resumption
         assert len((await stream.result()).token_ids) == 14
 
 
@@ -196,8 +196,7 @@ async def test_what_was_ordered_in_the_gap_is_said_on_the_next_stream():
         one = await session.start("x", request_id="r")
         two = await session.start("y", request_id="s")
         assert isinstance(await anext(one), Accepted)
-        while session.connected:
-            await asyncio.sleep(0.001)
+        await settled(lambda: not session.connected)
         await one.pause()
         await one.cancel()
         await two.cancel()
@@ -307,8 +306,7 @@ async def test_everybody_is_told_when_patience_is_at_its_end():
     async with connected(first, reconnect_s=0.3) as session:
         stream = await session.start("x", request_id="r")
         change = asyncio.ensure_future(stream.reprioritize(3))
-        while session.connected:
-            await asyncio.sleep(0.001)
+        await settled(lambda: not session.connected)
         lost_at_s = asyncio.get_running_loop().time()
         outcomes = await asyncio.gather(
             stream.result(), change, session.start("y"), session.cancel("z"), return_exceptions=True
@@ -370,8 +368,7 @@ async def test_leaving_with_an_exception_in_the_gap_still_cancels_on_the_server(
         async with connected(first, second) as session:
             stream = await session.start("x", request_id="r")
             await anext(stream)
-            while session.connected:
-                await asyncio.sleep(0.001)
+            await settled(lambda: not session.connected)
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -391,8 +388,7 @@ async def test_an_idle_session_finds_its_server_again():
         await session.receive_end()
 
     async with connected(first, second) as session:
-        while session.connected:
-            await asyncio.sleep(0.001)
+        await settled(lambda: not session.connected)
         assert (await (await session.start("x", request_id="r")).result()).finish_reason == "STOP"
 
 
