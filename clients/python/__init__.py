@@ -50,6 +50,7 @@ from clients.python.request import Messages, PriorityLike, RequestOptions, Sampl
 from clients.python.request_stream import RequestStream
 from clients.python.session import Session
 from clients.python.stream import CallStream, EventStream
+from clients.python.sync import SyncClient, SyncRequestStream, SyncSession, SyncStream
 
 __all__ = [
     "Accepted",
@@ -90,6 +91,10 @@ __all__ = [
     "SessionInfo",
     "SlowConsumer",
     "Started",
+    "SyncClient",
+    "SyncRequestStream",
+    "SyncSession",
+    "SyncStream",
     "TokenLogprob",
     "Unimplemented",
     "UnknownModel",

@@ -5,12 +5,14 @@ they were entered in. It needs nothing but grpc and protobuf.
 """
 
 import asyncio
+import functools
 import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
@@ -31,21 +33,8 @@ from vorrang.v1 import generation_pb2 as pb
 
 _SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _RETRIED = ("GenerateStream", "Generate", "Tokenize", "Detokenize", "GetModel")
-# Safe to retry: the server sends initial metadata only once it has taken a request.
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": _SERVICE, "method": method} for method in _RETRIED],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
+#: As many as gRPC allows.
+_ATTEMPTS_MAX = 5
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _HEALTH_POLL_S = 0.1
 # HealthCheckResponse{status: SERVING}; its one field is an enum, so its bytes are fixed.
@@ -62,8 +51,15 @@ class VorrangClient:
         keepalive_s: silence after which the connection is probed. Vorrang allows pings every
             10 s; many proxies end connections for pings more often than every 300 s.
         keepalive_timeout_s: longest wait for the answer to a probe; then the connection counts as lost.
+        attempts_max: how often a call, not a session, is tried while the server is unavailable: 1 to 5. Once
+            the server has taken a request it is not tried again.
+        wait_for_ready: calls and sessions wait for a server that can't be reached, as long as their time
+            allows, instead of failing with ``ConnectionLost``.
         max_message_bytes: largest message that is accepted from the server.
         channel_options: further gRPC channel options; they win over the ones made here.
+
+    Raises:
+        ValueError: ``attempts_max`` is out of range.
     """
 
     def __init__(
@@ -74,10 +70,16 @@ class VorrangClient:
         metadata: Sequence[tuple[str, str]] = (),
         keepalive_s: float = 30.0,
         keepalive_timeout_s: float = 10.0,
+        attempts_max: int = 4,
+        wait_for_ready: bool = False,
         max_message_bytes: int = 16 * 2**20,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
+        if not 1 <= attempts_max <= _ATTEMPTS_MAX:
+            raise ValueError(f"attempts_max must be between 1 and {_ATTEMPTS_MAX}, got {attempts_max}")
         self.target = target
+        self._wait_for_ready = wait_for_ready
+        self._sessions: WeakSet[Session] = WeakSet()
         self._credentials = credentials
         self._metadata = tuple(metadata)
         self._options = [
@@ -91,7 +93,7 @@ class VorrangClient:
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
             ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+            ("grpc.service_config", json.dumps(_service_config(attempts_max))),
             *channel_options,
         ]
         self._open_channel: grpc.aio.Channel | None = None
@@ -137,6 +139,8 @@ class VorrangClient:
     ) -> None:
         if self._open_channel is not None:
             channel, self._open_channel = self._open_channel, None
+            for session in list(self._sessions):
+                await session.end()
             await channel.close()
 
     @property
@@ -179,8 +183,8 @@ class VorrangClient:
             request_serializer=pb.SessionRequest.SerializeToString,
             response_deserializer=pb.SessionResponse.FromString,
         )
-        return Session(
-            lambda: method(metadata=self._metadata),
+        session = Session(
+            functools.partial(method, metadata=self._metadata, wait_for_ready=self._wait_for_ready),
             client_name=client_name,
             default_priority=default_priority,
             default_credit_tokens=default_credit_tokens,
@@ -189,6 +193,8 @@ class VorrangClient:
             open_timeout_s=open_timeout_s,
             reconnect_s=reconnect_s,
         )
+        self._sessions.add(session)
+        return session
 
     def generate_stream(
         self,
@@ -223,6 +229,7 @@ class VorrangClient:
             pb.GenerateStreamRequest(spec=spec, request_id=request_id),
             timeout=timeout_s,
             metadata=self._metadata,
+            wait_for_ready=self._wait_for_ready,
         )
         return CallStream(request_id, sent_at_s, call)
 
@@ -320,10 +327,27 @@ class VorrangClient:
             request_serializer=type(request).SerializeToString,
             response_deserializer=response_type.FromString,
         )
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        call = method(
+            request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=self._wait_for_ready
+        )
         try:
             return await call
         except grpc.aio.AioRpcError as error:
             raise error_from_call(error) from error
         finally:
             call.cancel()
+
+
+def _service_config(attempts_max: int) -> dict[str, Any]:
+    """Retries of calls, and a limit for all of a channel's: a server in trouble is not to get more of it."""
+    method: dict[str, Any] = {"name": [{"service": _SERVICE, "method": name} for name in _RETRIED]}
+    if attempts_max > 1:
+        # Safe: the server sends initial metadata only once it has taken a request, and that ends the retries.
+        method["retryPolicy"] = {
+            "maxAttempts": attempts_max,
+            "initialBackoff": "0.1s",
+            "maxBackoff": "2s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        }
+    return {"methodConfig": [method], "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.5}}

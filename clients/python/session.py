@@ -79,7 +79,7 @@ class Session:
         try:
             await self._connection.open(self._resume_token)
         except BaseException:
-            await self._end()
+            await self.end()
             raise
         return self
 
@@ -95,7 +95,7 @@ class Session:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._connection.lost.wait(), _EOF_WAIT_S_MAX)
         finally:
-            await self._end()
+            await self.end()
 
     @property
     def info(self) -> SessionInfo:
@@ -314,7 +314,7 @@ class Session:
         if self._state.half_closed:
             raise SessionClosed("the session is closed")
 
-    async def _end(self) -> None:
-        """End call and tasks; safe to be called in any state."""
+    async def end(self) -> None:
+        """Leave at once; the server goes on for a while with requests that are alive. Harmless when left."""
         self._state.half_closed = True
         await self._connection.end()
