@@ -6,10 +6,7 @@ they were entered in. It needs nothing but grpc and protobuf.
 
 import asyncio
 import functools
-import json
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
 from weakref import WeakSet
@@ -17,6 +14,7 @@ from weakref import WeakSet
 import grpc
 import grpc.aio
 
+from clients.python.channel import SERVICE, channel_settings, environment_credentials
 from clients.python.errors import NotReady, error_from_call
 from clients.python.events import (
     Model,
@@ -31,10 +29,6 @@ from clients.python.session import Session
 from clients.python.stream import CallStream
 from vorrang.v1 import generation_pb2 as pb
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-_RETRIED = ("GenerateStream", "Generate", "Tokenize", "Detokenize", "GetModel")
-#: As many as gRPC allows.
-_ATTEMPTS_MAX = 5
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _HEALTH_POLL_S = 0.1
 # HealthCheckResponse{status: SERVING}; its one field is an enum, so its bytes are fixed.
@@ -75,25 +69,13 @@ class VorrangClient:
         max_message_bytes: int = 16 * 2**20,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
-        if not 1 <= attempts_max <= _ATTEMPTS_MAX:
-            raise ValueError(f"attempts_max must be between 1 and {_ATTEMPTS_MAX}, got {attempts_max}")
         self.target = target
         self._wait_for_ready = wait_for_ready
         self._sessions: WeakSet[Session] = WeakSet()
         self._credentials = credentials
         self._metadata = tuple(metadata)
         self._options = [
-            ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
-            ("grpc.keepalive_timeout_ms", int(keepalive_timeout_s * 1000)),
-            # The keepalive waits for pings gRPC sends of its own accord; their limit is a minute by default.
-            ("grpc.http2.ping_timeout_ms", int(keepalive_timeout_s * 1000)),
-            ("grpc.keepalive_permit_without_calls", 0),
-            ("grpc.http2.max_pings_without_data", 0),
-            # A session looks for a lost server every second; the channel must not take longer by itself.
-            ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.service_config", json.dumps(_service_config(attempts_max))),
+            *channel_settings(keepalive_s, keepalive_timeout_s, attempts_max, max_message_bytes),
             *channel_options,
         ]
         self._open_channel: grpc.aio.Channel | None = None
@@ -108,21 +90,7 @@ class VorrangClient:
         Raises:
             ValueError: a file can't be read, or one of a pair is missing.
         """
-        token, ca, certificate, key = (
-            os.environ.get(f"VORRANG_{name}") for name in ("TOKEN", "CA", "CERTIFICATE", "KEY")
-        )
-        if (certificate is None) != (key is None):
-            raise ValueError("VORRANG_CERTIFICATE and VORRANG_KEY must be set together")
-        if certificate is not None and ca is None:
-            raise ValueError("VORRANG_CERTIFICATE must not be set without VORRANG_CA")
-        try:
-            ca_pem, certificate_pem, key_pem = (
-                Path(path).read_bytes() if path else None for path in (ca, certificate, key)
-            )
-        except OSError as error:
-            raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
-        credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem) if ca_pem else None
-        metadata = [("authorization", f"Bearer {token}")] if token else []
+        credentials, metadata = environment_credentials()
         return cls(target, credentials=credentials, metadata=metadata)
 
     async def __aenter__(self) -> Self:
@@ -179,7 +147,7 @@ class VorrangClient:
             ValueError: ``reconnect_s`` is negative.
         """
         method = self._channel.stream_stream(
-            f"/{_SERVICE}/Session",
+            f"/{SERVICE}/Session",
             request_serializer=pb.SessionRequest.SerializeToString,
             response_deserializer=pb.SessionResponse.FromString,
         )
@@ -220,7 +188,7 @@ class VorrangClient:
         """
         spec = encode_spec(prompt, options)
         method = self._channel.unary_stream(
-            f"/{_SERVICE}/GenerateStream",
+            f"/{SERVICE}/GenerateStream",
             request_serializer=pb.GenerateStreamRequest.SerializeToString,
             response_deserializer=pb.GenerateStreamResponse.FromString,
         )
@@ -323,7 +291,7 @@ class VorrangClient:
 
     async def _unary(self, name: str, request: Any, response_type: Any, timeout_s: float | None) -> Any:
         method = self._channel.unary_unary(
-            f"/{_SERVICE}/{name}",
+            f"/{SERVICE}/{name}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=response_type.FromString,
         )
@@ -336,18 +304,3 @@ class VorrangClient:
             raise error_from_call(error) from error
         finally:
             call.cancel()
-
-
-def _service_config(attempts_max: int) -> dict[str, Any]:
-    """Retries of calls, and a limit for all of a channel's: a server in trouble is not to get more of it."""
-    method: dict[str, Any] = {"name": [{"service": _SERVICE, "method": name} for name in _RETRIED]}
-    if attempts_max > 1:
-        # Safe: the server sends initial metadata only once it has taken a request, and that ends the retries.
-        method["retryPolicy"] = {
-            "maxAttempts": attempts_max,
-            "initialBackoff": "0.1s",
-            "maxBackoff": "2s",
-            "backoffMultiplier": 2,
-            "retryableStatusCodes": ["UNAVAILABLE"],
-        }
-    return {"methodConfig": [method], "retryThrottling": {"maxTokens": 100, "tokenRatio": 0.5}}
