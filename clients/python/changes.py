@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from clients.python import frames
 from clients.python.errors import VorrangError
 from clients.python.events import PriorityChanged
-from clients.python.request import PriorityLike
+from clients.python.request import PriorityLike, level_of
 from vorrang.v1 import generation_pb2 as pb
-
-_LEVELS = {"interactive": -10, "standard": 0, "batch": 10}
 
 
 @dataclass(slots=True)
@@ -26,11 +24,8 @@ class _Change:
 
     def may_become(self, event: PriorityChanged) -> bool:
         """Whether the event can be the answer to it."""
-        try:
-            level = int(self.asked)
-        except ValueError:
-            level = _LEVELS.get(str(self.asked), event.level)
-        return event.capped or event.level == level
+        level = level_of(self.asked)
+        return event.capped or level is None or event.level == level
 
 
 class PriorityChanges:
