@@ -5,11 +5,15 @@ from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
 
+import grpc
+
 from clients.python import frames
-from clients.python.errors import VorrangError
+from clients.python.errors import CommandRejected, VorrangError
 from clients.python.events import PriorityChanged
 from clients.python.request import PriorityLike, level_of
 from vorrang.v1 import generation_pb2 as pb
+
+_TOO_LATE = "UNKNOWN_REQUEST"
 
 
 @dataclass(slots=True)
@@ -20,7 +24,6 @@ class _Change:
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
     was_repeated: bool = False
-    rejection: VorrangError | None = None
 
     def may_become(self, event: PriorityChanged) -> bool:
         """Whether the event can be the answer to it."""
@@ -70,22 +73,23 @@ class PriorityChanges:
         Args:
             request_id: whose change.
             error: why.
-            is_alive: whether the request's end is still to come; then the answer to what was said before
-                the loss may come before it.
+            is_alive: whether the request's end is still to come. Then the answer to what was said before
+                the loss may come before it, although what was said again was too late.
         """
         waiting = self._waiting.get(request_id)
-        if waiting and waiting[0].was_repeated and is_alive and error.reason == "UNKNOWN_REQUEST":
-            waiting[0].rejection = error
-        elif (change := self._next(request_id)) is not None and not change.answer.done():
+        if waiting and waiting[0].was_repeated and is_alive and error.reason == _TOO_LATE:
+            return
+        if (change := self._next(request_id)) is not None and not change.answer.done():
             change.answer.set_exception(error)
 
     def ended(self, request_id: str) -> None:
-        """The request has ended: rejections that might have been no more than late are true."""
-        for change in list(self._waiting.get(request_id, ())):
-            if change.rejection is not None:
-                self._next(request_id)
-                if not change.answer.done():
-                    change.answer.set_exception(change.rejection)
+        """The request has ended, and a change that the server took just before is never answered."""
+        for change in self._waiting.pop(request_id, ()):
+            if not change.answer.done():
+                message = f"request {request_id!r} has ended"
+                change.answer.set_exception(
+                    CommandRejected(message, code=grpc.StatusCode.NOT_FOUND, reason=_TOO_LATE)
+                )
         del self._num_strays[request_id]
 
     def repeat(self, alive: Container[str]) -> list[pb.SessionRequest]:

@@ -91,9 +91,9 @@ class SessionState:
 
     def on_lost(self, loss: ConnectionLost) -> None:
         """There will be no stream any more."""
+        self.changes.fail_all(loss)
         for request_id in list(self.streams):
             self._fail(request_id, loss.again())
-        self.changes.fail_all(loss)
 
     def on_frame(self, response: pb.SessionResponse) -> None:
         """A frame that does not open the session."""

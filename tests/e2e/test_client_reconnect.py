@@ -110,6 +110,28 @@ async def test_cancel_and_priority_reach_the_server_after_the_gap() -> None:
 
 
 @pytest.mark.deep
+async def test_a_path_that_falls_silent_is_left_after_the_keepalive() -> None:
+    async with (
+        running_server({"engine.scripted_step_s": 0.002}) as app,
+        CuttingProxy(app.address) as proxy,
+        # Pings every second would get a living server's GOAWAY in time, but here they soon reach nobody.
+        VorrangClient(proxy.address, keepalive_s=1.0, keepalive_timeout_s=0.5) as client,
+        client.session() as session,
+    ):
+        stream = await session.start(token_ids=[1], temperature=0.0, max_tokens=400, credit_tokens=16)
+        reader = Reader(stream)
+        reading = asyncio.ensure_future(reader.read())
+        await settled(lambda: len(reader.token_ids) > 20)
+        proxy.freeze()
+        frozen_at_s = asyncio.get_running_loop().time()
+        await settled(lambda: not session.connected)
+        await reading
+        assert asyncio.get_running_loop().time() - frozen_at_s > 0.5
+    assert reader.token_ids == expected_output([1], 400)
+    assert proxy.num_connections == 2
+
+
+@pytest.mark.deep
 @pytest.mark.parametrize("seed", range(8))
 async def test_cuts_at_any_time_change_no_output(seed: int) -> None:
     chance = random.Random(seed)
@@ -130,7 +152,7 @@ async def test_cuts_at_any_time_change_no_output(seed: int) -> None:
             if chance.random() < 0.5:
                 level = chance.choice([-10, 0, 10])
                 with contextlib.suppress(CommandRejected):  # it may have ended
-                    assert (await stream.reprioritize(level)).level == level
+                    assert (await stream.reprioritize(level, timeout_s=40)).level == level
             if chance.random() < 0.2:
                 await stream.cancel()
             await reading

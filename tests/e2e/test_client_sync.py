@@ -154,7 +154,13 @@ with SyncClient(sys.argv[1]) as client:
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("where", ["call", "stream", "session", "leaving"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        "session",
+        *(pytest.param(where, marks=pytest.mark.deep) for where in ("call", "stream", "leaving")),
+    ],
+)
 async def test_ctrl_c_ends_at_once_and_cancels_on_the_server(where: str) -> None:
     settings = {"engine.scripted_step_s": 0.05, "session.resume_grace_s": 0.5}
     async with running_server(settings) as app:

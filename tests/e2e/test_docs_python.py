@@ -35,7 +35,7 @@ SAYS = [
     r"Accepted\(",
     r"sampling.temperature must be",
     r"level=3, capped=True, requested_level=-10",
-    r"\['",
+    r"\]\n$",
 ]
 
 

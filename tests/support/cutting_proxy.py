@@ -19,6 +19,7 @@ class CuttingProxy:
         self.lead_to(target)
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._passing: set[asyncio.Task[None]] = set()
         self._refuses = False
         self.num_connections = 0
         self.address = ""
@@ -48,6 +49,11 @@ class CuttingProxy:
         for writer in self._writers:
             writer.transport.abort()
 
+    def freeze(self) -> None:
+        """Pass nothing more on in the connections there are, as a path does that swallows everything."""
+        for task in self._passing:
+            task.cancel()
+
     def refuse(self, refuses: bool = True) -> None:
         """Reset every connection, new ones as well, until told otherwise."""
         self._refuses = refuses
@@ -66,10 +72,18 @@ class CuttingProxy:
             there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
             self._writers |= {writer, there_writer}
             try:
-                async with asyncio.TaskGroup() as group:
-                    group.create_task(_pass_on(reader, there_writer))
-                    group.create_task(_pass_on(there_reader, writer))
+                both = [
+                    asyncio.ensure_future(_pass_on(reader, there_writer)),
+                    asyncio.ensure_future(_pass_on(there_reader, writer)),
+                ]
+                self._passing.update(both)
+                await asyncio.wait(both)
+                if any(each.cancelled() for each in both):
+                    await asyncio.Event().wait()  # frozen, until the proxy is left
             finally:
+                for each in both:
+                    each.cancel()
+                self._passing.difference_update(both)
                 self._writers -= {writer, there_writer}
                 writer.transport.abort()
                 there_writer.transport.abort()

@@ -69,14 +69,12 @@ def test_transformers_imports_beside_the_installed_wheel(wheel, tmp_path):
     assert done.stdout.split() == [str(site), "False"]
 
 
-#: What the installed client does; the server has to be reached and nothing heavy to be there.
-CLIENT = """
+#: What the installed client is without.
+LIGHT = """
 import importlib.util, sys
 assert not [n for n in ("torch", "numpy", "transformers", "structlog") if importlib.util.find_spec(n)]
 import clients.python
 assert clients.python.__file__.startswith(sys.prefix), clients.python.__file__
-with clients.python.SyncClient(sys.argv[1]) as client, client.session() as session:
-    print(session.start("hello", max_tokens=3).result().usage.output_tokens)
 """
 
 
@@ -148,13 +146,12 @@ def use(python: Path, folder: Path) -> None:
             )
             for command in (
                 (str(python.with_name("vorrangctl")), *generate),
-                (str(python), "-c", CLIENT, server.address),
+                (str(python), "-c", LIGHT),
             )
         ]
     for each in done:
         assert each.returncode == 0, each.stderr
     assert "4 tokens, LENGTH" in done[0].stderr
-    assert done[1].stdout == "3\n"
 
 
 def test_the_client_needs_no_serving_dependency(wheel):
