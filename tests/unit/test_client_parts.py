@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 from clients.python.credit import Credit
 from clients.python.errors import ConnectionLost, InvalidRequest, Overloaded, ServerUnavailable, VorrangError
 from clients.python.reconnection import Attempts, is_broken
+from clients.python.request import CLASS_LEVELS, check_priority
+from clients.python.typed import LineBuffer
+from engine.priority import CLASSES
 
 
 @given(
@@ -101,3 +104,29 @@ def test_a_server_that_asks_for_time_gets_it() -> None:
 def test_only_what_may_pass_is_waited_for(loss: VorrangError, broken: bool, worth_while: bool) -> None:
     assert is_broken(loss) is broken
     assert (Attempts(0.0, 10.0).next_wait_s(0.0, loss) is not None) is worth_while
+
+
+def test_typed_characters_become_lines() -> None:
+    buffer = LineBuffer()
+    assert buffer.type("/prio") == []
+    assert buffer.text == "/prio"
+    assert buffer.type("x\x7f\x1b[A\x1b[1;5Crity 5\nnext \x07one\r") == ["/priority 5", "next one"]
+    assert buffer.type("never mind\x15ö") == []
+    assert buffer.text == "ö"
+
+
+@pytest.mark.parametrize("priority", ["interactive", "standard", "batch", "-100", 100, "7"])
+def test_priorities_are_levels_or_classes(priority: int | str) -> None:
+    check_priority(priority)
+
+
+@pytest.mark.parametrize("priority", ["urgent", "", 101, "-101", "1.5"])
+def test_other_priorities_are_refused_without_asking_the_server(priority: int | str) -> None:
+    with pytest.raises(
+        ValueError, match="priority must be interactive, standard, batch or a level from -100"
+    ):
+        check_priority(priority)
+
+
+def test_the_classes_are_the_servers() -> None:
+    assert {each.name: each.level for each in CLASSES} == CLASS_LEVELS
