@@ -6,9 +6,11 @@ usage or a refused field, 130 Ctrl-C.
 
 import asyncio
 import getpass
+import json
 import os
 import sys
 from collections.abc import Coroutine
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +22,8 @@ from clients.python.client import VorrangClient
 from clients.python.demo import DemoOptions, run_demo
 from clients.python.demo_server import ServerDied
 from clients.python.errors import InvalidRequest, VorrangError
-from clients.python.events import Delta, Result
+from clients.python.events import Delta, QueueUpdate, Result
+from clients.python.progress import Progress
 from clients.python.request import RequestOptions
 
 EXIT_FAILED = 1
@@ -72,6 +75,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say when it waits and goes on.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write the whole result as one JSON object.")
+    ] = False,
 ) -> None:
     """Generate text; it streams to standard output, what it cost goes to standard error."""
     if prompt == "-":
@@ -90,23 +97,34 @@ def generate(
     if chat or system:
         turns = [{"role": "system", "content": system}] if system else []
         options["messages"] = [*turns, {"role": "user", "content": prompt}]
-    _run(_generate(target, None if "messages" in options else prompt, options, timeout))
+    plain = None if "messages" in options else prompt
+    _run(_generate(target, plain, options, timeout, verbose=verbose, as_json=as_json))
 
 
 async def _generate(
-    target: str, prompt: str | None, options: RequestOptions, timeout_s: float | None
+    target: str,
+    prompt: str | None,
+    options: RequestOptions,
+    timeout_s: float | None,
+    *,
+    verbose: bool,
+    as_json: bool,
 ) -> None:
+    progress = Progress()
     async with (
         VorrangClient.from_environment(target) as client,
         client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
     ):
         async for event in stream:
-            if isinstance(event, Delta):
+            if verbose and (progress.apply(event) or isinstance(event, QueueUpdate)):
+                sys.stderr.write(f"[{progress.describe()}]\n")
+            if isinstance(event, Delta) and not as_json:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
-        sys.stdout.write("\n")
+        result = await stream.result()
+        sys.stdout.write(json.dumps(asdict(result)) + "\n" if as_json else "\n")
         sys.stdout.flush()
-        sys.stderr.write(f"{usage_line(await stream.result())}\n")
+        sys.stderr.write(f"{usage_line(result)}\n")
 
 
 def usage_line(result: Result) -> str:

@@ -13,7 +13,10 @@ from clients.python.events import (
     QueueUpdate,
     Resumed,
     Started,
+    Usage,
 )
+
+_WORTH_SAYING_S = 0.05
 
 
 class State(StrEnum):
@@ -40,6 +43,8 @@ class Progress:
         num_tokens: output tokens so far.
         preemptions: how often it has been preempted.
         text: output so far.
+        preempted_at: where in the text it was preempted.
+        is_cut_off: the connection is lost and looked for; set by whoever sees that.
         note: why it ended.
     """
 
@@ -51,7 +56,10 @@ class Progress:
         self.num_tokens = 0
         self.preemptions = 0
         self.text = ""
+        self.preempted_at: list[int] = []
+        self.is_cut_off = False
         self.note = ""
+        self._usage: Usage | None = None
 
     def apply(self, event: Event) -> bool:
         """Take in one event; True when the state has changed."""
@@ -72,6 +80,7 @@ class Progress:
             case Preempted():
                 self.state = State.PREEMPTED
                 self.preemptions = event.count
+                self.preempted_at.append(len(self.text))
             case Resumed():
                 self.state = State.RESUMED
             case PriorityChanged():
@@ -79,6 +88,7 @@ class Progress:
             case Finished():
                 self.state = State.DONE
                 self.note = event.reason
+                self._usage = event.usage
         return self.state is not before
 
     def fail(self, error: VorrangError) -> None:
@@ -95,12 +105,18 @@ class Progress:
         parts: list[str] = [self.state]
         if self.state is State.QUEUED:
             parts[0] = f"queued, {self.queue_position} ahead"
+        if self.is_cut_off:
+            parts.insert(0, "connection lost, looking for the server")
         if self.note:
             parts.append(self.note)
         if self.level is not None and self.state is not State.DONE:
             parts.append(f"level {self.level}" + (" (not looked at)" if self.priority_ignored else ""))
         if self.num_tokens:
             parts.append(f"{self.num_tokens} tokens")
+        if self._usage is not None and self._usage.queued_s >= _WORTH_SAYING_S:
+            parts.append(f"queued {self._usage.queued_s:.1f} s")
         if self.preemptions:
-            parts.append(f"preempted {self.preemptions}x")
+            waited_s = self._usage.preempted_s if self._usage is not None else 0.0
+            waited = f", {waited_s:.1f} s" if waited_s >= _WORTH_SAYING_S else ""
+            parts.append(f"preempted {self.preemptions}x{waited}")
         return " | ".join(parts)

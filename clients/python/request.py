@@ -57,8 +57,33 @@ class RequestOptions(SamplingOptions, total=False):
     credit_tokens: int | None
 
 
+#: What the names of classes stand for.
+CLASS_LEVELS = {"interactive": -10, "standard": 0, "batch": 10}
+_LEVELS = range(-100, 101)
+
 _SAMPLING_NAMES = SamplingOptions.__annotations__.keys()
 _SPEC_NAMES = RequestOptions.__annotations__.keys() - _SAMPLING_NAMES
+
+
+def level_of(priority: PriorityLike) -> int | None:
+    """The level a priority stands for; None for a class this version does not know."""
+    try:
+        return int(priority)
+    except ValueError:
+        return CLASS_LEVELS.get(str(priority))
+
+
+def check_priority(priority: PriorityLike) -> None:
+    """Find a mistake without asking the server.
+
+    Raises:
+        ValueError: it is neither a level nor the name of a class.
+    """
+    if level_of(priority) not in _LEVELS:
+        raise ValueError(
+            f"priority must be {', '.join(CLASS_LEVELS)} or a level from {_LEVELS[0]} to {_LEVELS[-1]}, "
+            f"got {priority!r}"
+        )
 
 
 def encode_priority(priority: PriorityLike) -> types_pb2.Priority:

@@ -1,6 +1,7 @@
 """``vorrangctl`` as a process of its own, against a scripted server."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
@@ -78,6 +79,26 @@ async def test_generate_streams_text_and_says_what_it_cost():
     assert not spec.sampling.HasField("top_p")
 
 
+async def test_generate_says_when_it_waits_and_writes_json_if_asked():
+    async def call(request: Any, context: Any) -> None:
+        await context.write(frame(accepted=generation_pb2.AcceptedEvent(level=10, queue_position=4)))
+        await context.write(frame(queue_update=generation_pb2.QueueUpdateEvent(queue_position=2)))
+        await context.write(frame(started=generation_pb2.StartedEvent()))
+        await context.write(frame(delta=delta(0, 1)))
+        await context.write(frame(preempted=generation_pb2.PreemptedEvent(count=1)))
+        await context.write(frame(resumed=generation_pb2.ResumedEvent()))
+        await context.write(frame(finished=finished("STOP", output_tokens=1)))
+
+    async with FakeServer(calls={"GenerateStream": call}) as server:
+        code, out, err = await ctl("generate", "x", "-v", "--json", target=server.target)
+    assert code == 0, err
+    result = json.loads(out)
+    assert (result["text"], result["finish_reason"], result["accepted"]["level"]) == ("1 ", "STOP", 10)
+    assert result["usage"]["output_tokens"] == 1
+    states = [line.partition(" |")[0] for line in err.splitlines()[:-1]]
+    assert states == ["[queued, 4 ahead", "[queued, 2 ahead", "[running", "[PREEMPTED", "[resumed", "[done"]
+
+
 async def test_generate_reads_the_prompt_from_standard_input():
     async def call(request: Any, context: Any) -> None:
         await context.write(frame(delta=generation_pb2.DeltaEvent(text=request.spec.prompt.text.upper())))
@@ -122,38 +143,3 @@ async def test_interrupting_generate_cancels_the_request_on_the_server():
             await server.cancelled.wait()
             _, err = await process.communicate()
     assert (process.returncode, err.decode()) == (130, "vorrangctl: interrupted\n")
-
-
-async def test_chat_without_a_terminal_answers_line_by_line_and_remembers():
-    asked = []
-
-    async def get_model(request: Any, context: Any) -> Any:
-        return generation_pb2.GetModelResponse(name="m")
-
-    async def call(request: Any, context: Any) -> None:
-        asked.append([(m.role, m.content) for m in request.spec.prompt.chat.messages])
-        if asked[-1][-1][1] == "bad":
-            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full")
-        await context.write(frame(accepted=generation_pb2.AcceptedEvent(level=-10, queue_position=2)))
-        await context.write(frame(started=generation_pb2.StartedEvent()))
-        await context.write(frame(delta=delta(0, len(asked))))
-        await context.write(frame(preempted=generation_pb2.PreemptedEvent(count=1)))
-        await context.write(frame(resumed=generation_pb2.ResumedEvent()))
-        await context.write(frame(finished=finished("STOP")))
-
-    async with FakeServer(calls={"GenerateStream": call, "GetModel": get_model}) as server:
-        code, out, err = await ctl(
-            "chat", target=server.target, stdin="one\nbad\ntwo\n/reset\n\n/nonsense\nthree\n/quit\nnever\n"
-        )
-    assert code == 0
-    assert [line for line in out.splitlines() if line] == ["1 ", "3 ", "4 "]
-    assert asked == [
-        [("user", "one")],
-        [("user", "one"), ("assistant", "1 "), ("user", "bad")],
-        [("user", "one"), ("assistant", "1 "), ("user", "two")],
-        [("user", "three")],
-    ]
-    assert "queued, 2 ahead" in err
-    assert "PREEMPTED" in err
-    assert "the queue is full" in err
-    assert "/priority" in err

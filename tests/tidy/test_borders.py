@@ -40,6 +40,11 @@ def test_the_process_that_computes_needs_no_tokenizer():
     assert not ({"tokenizers", "transformers", "grpc"} & loaded)
 
 
+def test_the_client_is_light():
+    heavy = {"torch", "numpy", "pydantic", "rich", "typer", "server", "engine", "kv", "kernels"}
+    assert not (heavy & modules_after_importing("clients.python"))
+
+
 def test_kernels_package_is_inert():
     source = (ROOT / "kernels/__init__.py").read_text()
     assert not [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]

@@ -201,6 +201,28 @@ async def test_reprioritize_after_the_end_is_answered_by_the_server():
             await stream.reprioritize(5)
 
 
+@pytest.mark.parametrize("end", ["finished", "failed"])
+async def test_a_reprioritize_that_the_end_overtook_is_not_waited_for(end: str):
+    """The server takes the command, and the request ends in the step that was under way."""
+
+    async def script(session: FakeSession) -> None:
+        await session.open()
+        request_id = await session.accept()
+        await session.receive("reprioritize")
+        if end == "finished":
+            await session.send(request_id, finished=finished())
+        else:
+            refusal = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "DISPLACED")
+            await session.send(request_id, failed=generation_pb2.FailedEvent(status=refusal))
+        await session.receive_end()
+
+    async with connected(script) as session:
+        stream = await session.start("x")
+        with pytest.raises(CommandRejected, match="has ended") as caught:
+            await stream.reprioritize(5)
+        assert caught.value.reason == "UNKNOWN_REQUEST"
+
+
 async def test_reprioritize_gives_up_after_its_timeout_and_a_late_answer_is_not_taken_for_the_next():
     async def script(session: FakeSession) -> None:
         await session.open()
