@@ -17,7 +17,6 @@ import java.util.concurrent.ExecutionException;
 import java.util.concurrent.TimeUnit;
 import org.junit.jupiter.api.AfterEach;
 import org.junit.jupiter.api.BeforeEach;
-import org.junit.jupiter.api.Disabled;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.extension.ExtendWith;
@@ -234,10 +233,6 @@ class SessionTest {
       assertEquals(3, batch.start(own).result().accepted().level());
     }
   }
-
-  @Test
-  @Disabled("this server has no tenants yet, so nothing caps a priority; ErrorTableTest shows a cap on the wire")
-  void aTenantsCapIsVisible() {}
 
   @Test
   void aStalledSubscriberHoldsItsWindowAndNobodyElse() throws Exception {
