@@ -47,8 +47,10 @@ from clients.python.events import (
     Usage,
 )
 from clients.python.request import Messages, PriorityLike, RequestOptions, SamplingOptions
+from clients.python.request_stream import RequestStream
 from clients.python.session import Session
-from clients.python.stream import CallStream, EventStream, RequestStream
+from clients.python.stream import CallStream, EventStream
+from clients.python.sync import SyncClient, SyncRequestStream, SyncSession, SyncStream
 
 __all__ = [
     "Accepted",
@@ -89,6 +91,10 @@ __all__ = [
     "SessionInfo",
     "SlowConsumer",
     "Started",
+    "SyncClient",
+    "SyncRequestStream",
+    "SyncSession",
+    "SyncStream",
     "TokenLogprob",
     "Unimplemented",
     "UnknownModel",

@@ -5,16 +5,16 @@ they were entered in. It needs nothing but grpc and protobuf.
 """
 
 import asyncio
-import json
-import os
+import functools
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, Unpack
+from weakref import WeakSet
 
 import grpc
 import grpc.aio
 
+from clients.python.channel import SERVICE, channel_settings, environment_credentials
 from clients.python.errors import NotReady, error_from_call
 from clients.python.events import (
     Model,
@@ -29,23 +29,6 @@ from clients.python.session import Session
 from clients.python.stream import CallStream
 from vorrang.v1 import generation_pb2 as pb
 
-_SERVICE = pb.DESCRIPTOR.services_by_name["GenerationService"].full_name
-_RETRIED = ("GenerateStream", "Generate", "Tokenize", "Detokenize", "GetModel")
-# Safe to retry: the server sends initial metadata only once it has taken a request.
-_SERVICE_CONFIG = {
-    "methodConfig": [
-        {
-            "name": [{"service": _SERVICE, "method": method} for method in _RETRIED],
-            "retryPolicy": {
-                "maxAttempts": 4,
-                "initialBackoff": "0.1s",
-                "maxBackoff": "2s",
-                "backoffMultiplier": 2,
-                "retryableStatusCodes": ["UNAVAILABLE"],
-            },
-        }
-    ]
-}
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _HEALTH_POLL_S = 0.1
 # HealthCheckResponse{status: SERVING}; its one field is an enum, so its bytes are fixed.
@@ -62,8 +45,15 @@ class VorrangClient:
         keepalive_s: silence after which the connection is probed. Vorrang allows pings every
             10 s; many proxies end connections for pings more often than every 300 s.
         keepalive_timeout_s: longest wait for the answer to a probe; then the connection counts as lost.
+        attempts_max: how often a call, not a session, is tried while the server is unavailable: 1 to 5. Once
+            the server has taken a request it is not tried again.
+        wait_for_ready: calls and sessions wait for a server that can't be reached, as long as their time
+            allows, instead of failing with ``ConnectionLost``.
         max_message_bytes: largest message that is accepted from the server.
         channel_options: further gRPC channel options; they win over the ones made here.
+
+    Raises:
+        ValueError: ``attempts_max`` is out of range.
     """
 
     def __init__(
@@ -74,21 +64,18 @@ class VorrangClient:
         metadata: Sequence[tuple[str, str]] = (),
         keepalive_s: float = 30.0,
         keepalive_timeout_s: float = 10.0,
+        attempts_max: int = 4,
+        wait_for_ready: bool = False,
         max_message_bytes: int = 16 * 2**20,
         channel_options: Sequence[tuple[str, Any]] = (),
     ) -> None:
         self.target = target
+        self._wait_for_ready = wait_for_ready
+        self._sessions: WeakSet[Session] = WeakSet()
         self._credentials = credentials
         self._metadata = tuple(metadata)
         self._options = [
-            ("grpc.keepalive_time_ms", int(keepalive_s * 1000)),
-            ("grpc.keepalive_timeout_ms", int(keepalive_timeout_s * 1000)),
-            # The keepalive waits for pings gRPC sends of its own accord; their limit is a minute by default.
-            ("grpc.http2.ping_timeout_ms", int(keepalive_timeout_s * 1000)),
-            ("grpc.keepalive_permit_without_calls", 0),
-            ("grpc.http2.max_pings_without_data", 0),
-            ("grpc.max_receive_message_length", max_message_bytes),
-            ("grpc.service_config", json.dumps(_SERVICE_CONFIG)),
+            *channel_settings(keepalive_s, keepalive_timeout_s, attempts_max, max_message_bytes),
             *channel_options,
         ]
         self._open_channel: grpc.aio.Channel | None = None
@@ -103,21 +90,7 @@ class VorrangClient:
         Raises:
             ValueError: a file can't be read, or one of a pair is missing.
         """
-        token, ca, certificate, key = (
-            os.environ.get(f"VORRANG_{name}") for name in ("TOKEN", "CA", "CERTIFICATE", "KEY")
-        )
-        if (certificate is None) != (key is None):
-            raise ValueError("VORRANG_CERTIFICATE and VORRANG_KEY must be set together")
-        if certificate is not None and ca is None:
-            raise ValueError("VORRANG_CERTIFICATE must not be set without VORRANG_CA")
-        try:
-            ca_pem, certificate_pem, key_pem = (
-                Path(path).read_bytes() if path else None for path in (ca, certificate, key)
-            )
-        except OSError as error:
-            raise ValueError(f"{error.filename} can't be read: {error.strerror}") from None
-        credentials = grpc.ssl_channel_credentials(ca_pem, key_pem, certificate_pem) if ca_pem else None
-        metadata = [("authorization", f"Bearer {token}")] if token else []
+        credentials, metadata = environment_credentials()
         return cls(target, credentials=credentials, metadata=metadata)
 
     async def __aenter__(self) -> Self:
@@ -134,6 +107,8 @@ class VorrangClient:
     ) -> None:
         if self._open_channel is not None:
             channel, self._open_channel = self._open_channel, None
+            for session in list(self._sessions):
+                await session.end()
             await channel.close()
 
     @property
@@ -151,6 +126,7 @@ class VorrangClient:
         resume_token: str = "",
         client_name: str = "vorrang-python",
         open_timeout_s: float = 30.0,
+        reconnect_s: float = 10.0,
     ) -> Session:
         """A session, to be entered with ``async with``; see ``Session``.
 
@@ -164,21 +140,29 @@ class VorrangClient:
                 be taken up with ``Session.resume``. A stream it still has is ended.
             client_name: name and version of the calling program, for the server's logs.
             open_timeout_s: longest wait for the server's answer.
+            reconnect_s: how long a lost connection is looked for before everybody gets ``ConnectionLost``;
+                servers keep the requests of a lost session for 10 s by default. 0 = not at all.
+
+        Raises:
+            ValueError: ``reconnect_s`` is negative.
         """
         method = self._channel.stream_stream(
-            f"/{_SERVICE}/Session",
+            f"/{SERVICE}/Session",
             request_serializer=pb.SessionRequest.SerializeToString,
             response_deserializer=pb.SessionResponse.FromString,
         )
-        return Session(
-            lambda: method(metadata=self._metadata),
+        session = Session(
+            functools.partial(method, metadata=self._metadata, wait_for_ready=self._wait_for_ready),
             client_name=client_name,
             default_priority=default_priority,
             default_credit_tokens=default_credit_tokens,
             keep_credit=keep_credit,
             resume_token=resume_token,
             open_timeout_s=open_timeout_s,
+            reconnect_s=reconnect_s,
         )
+        self._sessions.add(session)
+        return session
 
     def generate_stream(
         self,
@@ -204,7 +188,7 @@ class VorrangClient:
         """
         spec = encode_spec(prompt, options)
         method = self._channel.unary_stream(
-            f"/{_SERVICE}/GenerateStream",
+            f"/{SERVICE}/GenerateStream",
             request_serializer=pb.GenerateStreamRequest.SerializeToString,
             response_deserializer=pb.GenerateStreamResponse.FromString,
         )
@@ -213,6 +197,7 @@ class VorrangClient:
             pb.GenerateStreamRequest(spec=spec, request_id=request_id),
             timeout=timeout_s,
             metadata=self._metadata,
+            wait_for_ready=self._wait_for_ready,
         )
         return CallStream(request_id, sent_at_s, call)
 
@@ -306,11 +291,13 @@ class VorrangClient:
 
     async def _unary(self, name: str, request: Any, response_type: Any, timeout_s: float | None) -> Any:
         method = self._channel.unary_unary(
-            f"/{_SERVICE}/{name}",
+            f"/{SERVICE}/{name}",
             request_serializer=type(request).SerializeToString,
             response_deserializer=response_type.FromString,
         )
-        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        call = method(
+            request, timeout=timeout_s, metadata=self._metadata, wait_for_ready=self._wait_for_ready
+        )
         try:
             return await call
         except grpc.aio.AioRpcError as error:

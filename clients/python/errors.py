@@ -7,6 +7,7 @@ and only where there is none, the gRPC status code.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Self
 
 import grpc
 import grpc.aio
@@ -72,6 +73,18 @@ class VorrangError(Exception):
         self.usage = usage
         self.violations = violations
         self.retry_after_s = retry_after_s
+
+    def again(self) -> Self:
+        """An equal error: one instance raised in several tasks would mix up their tracebacks."""
+        return type(self)(
+            self.message,
+            code=self.code,
+            reason=self.reason,
+            retryable=self.retryable,
+            usage=self.usage,
+            violations=self.violations,
+            retry_after_s=self.retry_after_s,
+        )
 
     def __str__(self) -> str:
         name = self.reason or self.code.name

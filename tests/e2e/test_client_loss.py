@@ -22,7 +22,7 @@ async def test_nobody_waits_for_a_server_that_is_gone(
         serving(command, tmp_path / "log", ready_timeout_s=40) as server,
         # Pings every second would get a living server's GOAWAY in time, but this one is soon silent.
         VorrangClient(server.target, keepalive_s=1.0, keepalive_timeout_s=0.5) as client,
-        client.session() as session,
+        client.session(reconnect_s=0.5) as session,
     ):
         streams = [await session.start("x", max_tokens=1000) for _ in range(2)]
         assert isinstance(await anext(streams[0]), Accepted)

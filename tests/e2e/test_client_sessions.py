@@ -30,8 +30,8 @@ def num_output_tokens(app: App) -> int:
 
 async def lose(session: Session) -> None:
     """As when the network fails."""
-    session._call.cancel()
-    await session._lost.wait()
+    session._connection.cut()
+    await session._connection.lost.wait()
 
 
 async def test_credit_is_kept_up_while_a_stream_is_read() -> None:
@@ -86,7 +86,7 @@ async def test_a_paused_stream_goes_on_when_it_is_unpaused() -> None:
 async def test_a_lost_session_is_resumed_where_it_was_read_to() -> None:
     async with serving() as (_, client):
         tokens: list[int] = []
-        async with client.session() as session:
+        async with client.session(reconnect_s=0) as session:
             stream = await session.start(token_ids=[1], temperature=0.0, max_tokens=80, credit_tokens=20)
             async for event in stream:
                 if isinstance(event, Delta):
@@ -113,7 +113,7 @@ async def test_a_session_that_is_not_held_can_not_be_resumed() -> None:
 
 async def test_what_was_read_is_acknowledged_and_can_not_be_resumed_from() -> None:
     async with serving() as (_, client):
-        async with client.session() as session:
+        async with client.session(reconnect_s=0) as session:
             stream = await session.start(token_ids=[1], temperature=0.0, max_tokens=80, credit_tokens=10)
             async for event in stream:
                 if isinstance(event, Delta) and event.first_token_index >= 30:

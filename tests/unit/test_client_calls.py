@@ -19,10 +19,12 @@ from clients.python import (
     Overloaded,
     RequestCancelled,
     RequestFailed,
+    ServerUnavailable,
     Started,
     VorrangClient,
 )
-from tests.support.fake_server import FakeServer, abort, delta, finished
+from tests.support.cutting_proxy import CuttingProxy
+from tests.support.fake_server import FakeServer, FakeSession, abort, delta, finished
 from vorrang.v1 import generation_pb2, types_pb2
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(20)]
@@ -107,6 +109,71 @@ async def test_unavailable_is_retried(name: str):
         ask = client.generate("x") if name == "Generate" else client.generate_stream("x").result()
         assert (await ask).finish_reason == "STOP"
     assert attempts == 3
+
+
+@pytest.mark.parametrize("attempts_max", [1, 2])
+async def test_a_call_is_tried_as_often_as_was_said(attempts_max: int):
+    attempts = 0
+
+    async def call(request: Any, context: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "ENGINE_RESTARTING")
+
+    async with (
+        FakeServer(calls={"Generate": call}) as server,
+        VorrangClient(server.target, attempts_max=attempts_max) as client,
+    ):
+        with pytest.raises(ServerUnavailable):
+            await client.generate("x")
+    assert attempts == attempts_max
+    for wrong in (0, 6):
+        with pytest.raises(ValueError, match="attempts_max must be between 1 and 5"):
+            VorrangClient("x", attempts_max=wrong)
+
+
+async def test_a_request_that_the_server_has_taken_is_not_tried_again():
+    attempts = 0
+
+    async def call(request: Any, context: Any) -> None:
+        nonlocal attempts
+        attempts += 1
+        await context.write(frame(delta=delta(0, 1)))
+        await abort(context, grpc.StatusCode.UNAVAILABLE, "ENGINE_RESTARTING")
+
+    async with FakeServer(calls={"GenerateStream": call}) as server, VorrangClient(server.target) as client:
+        with pytest.raises(ServerUnavailable):
+            await client.generate_stream("x").result()
+    assert attempts == 1
+
+
+async def test_a_server_that_refuses_connections_at_first_is_waited_for_if_asked():
+    async def script(session: FakeSession) -> None:
+        await session.open()
+        await session.receive_end()
+
+    async def call(request: Any, context: Any) -> Any:
+        return generation_pb2.GenerateResponse(text="ok", finished=finished("STOP"))
+
+    # The proxy resets every connection until the server is there.
+    async with (
+        CuttingProxy("127.0.0.1:1") as proxy,
+        VorrangClient(proxy.address, wait_for_ready=True) as client,
+    ):
+        proxy.refuse()
+        asking = asyncio.ensure_future(client.generate("x"))
+        opening = asyncio.ensure_future(client.session().__aenter__())
+        with pytest.raises(DeadlineExceeded):
+            await client.generate("x", timeout_s=0.1)
+        assert not asking.done()
+        async with VorrangClient(proxy.address) as hasty:
+            with pytest.raises(ConnectionLost):
+                await hasty.generate("x")
+        async with FakeServer(script, calls={"Generate": call}) as server:
+            proxy.lead_to(server.target)
+            proxy.refuse(False)
+            assert (await asking).text == "ok"
+            await (await opening).__aexit__(None, None, None)
 
 
 async def test_other_failures_are_not_retried():
