@@ -66,6 +66,8 @@ check: $(STAMP) ## lint, types, borders, protos, generated code, GPU kernels
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
 	$(BIN)/python tools/protos.py check-go
+	$(BIN)/python tools/protos.py pins
+	$(BIN)/python tools/protos.py breaking
 	$(MAKE) --no-print-directory check-kernels
 
 check-kernels: $(STAMP) ## compile every GPU kernel ahead of time, no card needed (WRITE=1 writes docs/kernels.md)

@@ -23,6 +23,7 @@ from clients.python import (
 )
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.process import ROOT
+from tests.support.wire import settled
 
 FOLDER = ROOT / "clients/transcript"
 _WAIT_S_MAX = 30.0
@@ -164,9 +165,7 @@ class _Stage:
                 await self._session.reprioritize(self._prefix + act["id"], act["priority"])
             case "cut":
                 self._proxy.refuse()  # so that the session can't be back before it was looked at
-                async with asyncio.timeout(_WAIT_S_MAX):
-                    while self._session.connected:
-                        await asyncio.sleep(0.002)
+                await settled(lambda: not self._session.connected)
                 self._proxy.refuse(False)
             case unknown:
                 raise AssertionError(f"nobody knows how to do {unknown}")
