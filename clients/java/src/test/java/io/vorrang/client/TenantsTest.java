@@ -6,8 +6,8 @@ import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
 import io.grpc.Status;
+import io.vorrang.examples.Guide;
 import java.io.File;
-import java.io.IOException;
 import java.nio.charset.StandardCharsets;
 import java.nio.file.Path;
 import java.security.MessageDigest;
@@ -38,16 +38,16 @@ class TenantsTest {
   @Test
   void aTokenNamesATenantWhosePriorityIsCapped() throws Exception {
     try (ServerProcess server = ServerProcess.start(settings(false))) {
-      var trusting = VorrangClient.builder().target(server.address).tls(file("ca.pem"));
-      try (VorrangClient client = trusting.token(ACME).build()) {
+      try (VorrangClient client = Guide.secure(server.address, folder.toFile(), ACME)) {
         assertCapped(client);
         Result whole =
             client.generate(Scripted.request("hello", 5).priority(Priority.INTERACTIVE).build());
         assertEquals(Scripted.continuation("hello", 5), whole.text());
         assertTrue(whole.accepted().capped());
       }
-      assertNobody(VorrangClient.builder().target(server.address).tls(file("ca.pem")));
-      assertNobody(trusting.token("wrong-token-0123456789"));
+      var nobody = VorrangClient.builder().target(server.address).tls(file("ca.pem"));
+      assertNobody(nobody);
+      assertNobody(nobody.token("wrong-token-0123456789"));
     }
   }
 
@@ -64,8 +64,7 @@ class TenantsTest {
   void aCertificateNamesATenant() throws Exception {
     try (ServerProcess server = ServerProcess.start(settings(true))) {
       var builder = VorrangClient.builder().target(server.address);
-      try (VorrangClient client =
-          builder.tls(file("ca.pem"), file("acme.pem"), file("acme.key")).build()) {
+      try (VorrangClient client = Guide.mutual(server.address, folder.toFile())) {
         assertCapped(client);
       }
       assertUnreachable(builder.tls(file("ca.pem")));
@@ -79,12 +78,12 @@ class TenantsTest {
     settings.put("VORRANG_ENGINE__SCRIPTED_STEP_S", "0.005");
     try (ServerProcess server = ServerProcess.start(settings);
         CuttingProxy proxy = new CuttingProxy(server.port());
-        VorrangClient client = client(proxy.address(), ACME);
+        VorrangClient client = Guide.secure(proxy.address(), folder.toFile(), ACME);
         Session session = client.openSession()) {
       var probe = Probe.on(session.start(Scripted.request("hello", 200).build()), Long.MAX_VALUE);
       Probe.await("tokens", () -> probe.tokens() > 10);
       var options = SessionOptions.builder().resumeToken(session.info().token()).build();
-      try (VorrangClient others = client(server.address, OTHERS)) {
+      try (VorrangClient others = Guide.secure(server.address, folder.toFile(), OTHERS)) {
         var refused = assertThrows(VorrangException.class, () -> others.openSession(options));
         assertEquals(Reason.RESUME_OUT_OF_RANGE, refused.reason());
       }
@@ -143,10 +142,6 @@ class TenantsTest {
       assertThrows(ConnectionLostException.class, () -> client.generate(REQUEST));
       assertThrows(ConnectionLostException.class, client::openSession);
     }
-  }
-
-  private static VorrangClient client(String address, String token) throws IOException {
-    return VorrangClient.builder().target(address).tls(file("ca.pem")).token(token).build();
   }
 
   /** TLS, and two tenants: acme, which may ask for level 0 at most, and others. */
