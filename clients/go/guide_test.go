@@ -180,6 +180,7 @@ func guideMutual(config *tls.Config, folder string) error {
 }
 
 func TestTheGuidesFirstProgramsWork(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	ctx, address := within(t), serve(t, "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1",
 		"VORRANG_ENGINE__SCRIPTED_STEP_S=0.003").Address
 	answer, err := guideAnswer(ctx, address)
@@ -232,6 +233,7 @@ func TestTheGuidesFirstProgramsWork(t *testing.T) {
 }
 
 func TestTheGuidesWaysThroughALossWork(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	p := newProxy(t, serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.005").Address)
 	ctx, client := within(t), dial(t, p.address)
 	session := open(t, client)
@@ -254,6 +256,7 @@ func TestTheGuidesWaysThroughALossWork(t *testing.T) {
 }
 
 func TestTheGuidesErrorsAreTold(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	client := dial(t, serve(t, "VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=1",
 		"VORRANG_SCHEDULER__MAX_WAITING_REQUESTS=1", "VORRANG_ENGINE__SCRIPTED_STEP_S=0.005").Address)
 	equal(t, "none", guideErrors(nil), "fine")
@@ -274,6 +277,7 @@ func TestTheGuidesErrorsAreTold(t *testing.T) {
 }
 
 func TestTheGuidesCredentialsAreTaken(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	server, folder := serveTLS(t)
 	client, err := guideSecure(within(t), server.Address, folder, acmeToken)
 	if err != nil {

@@ -13,6 +13,7 @@ import (
 // TestAHundredStreamsSurviveTheLossOfTheirConnection has them on four sessions of one client, which share one TCP
 // connection.
 func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	const numStreams, numTokens, cutAfter = 100, 200, 20
 	server := serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002",
 		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=100", "VORRANG_KV__NUM_BLOCKS=4096")

@@ -95,6 +95,7 @@ func capped(t *testing.T, client *vorrang.Client) {
 }
 
 func TestATokenNamesATenantWhosePriorityIsCapped(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	server, folder := serveTLS(t)
 	client := dial(t, server.Address, trusting(t, folder, "ca.pem", ""), vorrang.WithToken(acmeToken))
 	capped(t, client)
@@ -119,6 +120,7 @@ func TestATokenNamesATenantWhosePriorityIsCapped(t *testing.T) {
 }
 
 func TestAServerThatIsNotTrustedIsNotTalkedTo(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	server, folder := serveTLS(t)
 	for what, option := range map[string]vorrang.DialOption{
 		"another authority": trusting(t, folder, "stranger-ca.pem", ""), "plaintext": vorrang.WithPlaintext(),
@@ -130,6 +132,7 @@ func TestAServerThatIsNotTrustedIsNotTalkedTo(t *testing.T) {
 }
 
 func TestACertificateNamesATenant(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	folder := testserver.Certificates(t)
 	server := serve(t, append(tenants(),
 		"VORRANG_TLS__CERTIFICATE="+filepath.Join(folder, "server.pem"),
@@ -145,6 +148,7 @@ func TestACertificateNamesATenant(t *testing.T) {
 }
 
 func TestALostSessionIsResumedByItsTenantAlone(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	server, folder := serveTLS(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.005")
 	p := newProxy(t, server.Address)
 	authority := trusting(t, folder, "ca.pem", "")

@@ -37,6 +37,7 @@ type record struct {
 }
 
 func TestTheTranscriptIsTheOneOfTheOtherLanguages(t *testing.T) {
+	t.Parallel() // it waits more than it computes
 	script, err := os.ReadFile(transcriptFolder + "transcript.json")
 	if err != nil {
 		t.Fatal(err)
