@@ -14,7 +14,7 @@ import (
 // connection.
 func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
 	t.Parallel() // it waits more than it computes
-	const numStreams, numTokens, cutAfter = 100, 200, 20
+	const numStreams, numTokens, cutAfter = 100, 100, 20
 	server := serve(t, "VORRANG_ENGINE__SCRIPTED_STEP_S=0.002",
 		"VORRANG_SCHEDULER__MAX_RUNNING_REQUESTS=100", "VORRANG_KV__NUM_BLOCKS=4096")
 	p := newProxy(t, server.Address)
@@ -30,7 +30,7 @@ func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
 	for i := range numStreams {
 		prompt := fmt.Sprintf("stream %d", i)
 		// A small window keeps the server near the reader, so that the cut is in the middle on both sides.
-		stream := start(t, sessions[i%len(sessions)], prompt, vorrang.WithMaxTokens(numTokens), vorrang.WithCredit(64))
+		stream := start(t, sessions[i%len(sessions)], prompt, vorrang.WithMaxTokens(numTokens), vorrang.WithCredit(32))
 		users.Go(func() {
 			begin := sync.OnceFunc(begun.Done)
 			defer begin()

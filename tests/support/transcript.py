@@ -26,7 +26,7 @@ from tests.support.process import ROOT
 from tests.support.wire import settled
 
 FOLDER = ROOT / "clients/transcript"
-_WAIT_S_MAX = 30.0
+_WAIT_S_MAX = 60.0
 
 
 def play() -> dict[str, Any]:

@@ -25,7 +25,7 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 
 /** The frames a session sends, as a server sees them. */
-@Timeout(30)
+@Timeout(180)
 class FramesTest {
   private FakeServer server;
   private CuttingProxy proxy;
@@ -75,7 +75,7 @@ class FramesTest {
       proxy.refuse(true);
       var unanswered = stream.reprioritize(Priority.BATCH);
       proxy.cut();
-      assertThrows(ExecutionException.class, () -> unanswered.get(10, TimeUnit.SECONDS));
+      assertThrows(ExecutionException.class, () -> unanswered.get(60, TimeUnit.SECONDS));
       probe.request(2); // three of four: the window would be filled up if the stream were there
       Probe.await("four events", () -> probe.events.size() == 4);
       server.frames.clear();
@@ -120,7 +120,7 @@ class FramesTest {
         };
     try (Session session = client.openSession(closingAtOnce())) {
       var stream = session.start(Request.text("x").build());
-      assertEquals(Duration.ZERO, session.goingAway().get(10, TimeUnit.SECONDS));
+      assertEquals(Duration.ZERO, session.goingAway().get(60, TimeUnit.SECONDS));
       proxy.cut();
       assertThrows(ConnectionLostException.class, stream::result);
       assertFalse(session.isOpen());
@@ -163,10 +163,10 @@ class FramesTest {
       var first = stream.reprioritize(Priority.level(3));
       proxy.refuse(true);
       proxy.cut();
-      assertThrows(ExecutionException.class, () -> first.get(10, TimeUnit.SECONDS));
+      assertThrows(ExecutionException.class, () -> first.get(60, TimeUnit.SECONDS));
       var second = stream.reprioritize(Priority.level(4));
       proxy.refuse(false);
-      assertEquals(4, second.get(10, TimeUnit.SECONDS).level());
+      assertEquals(4, second.get(60, TimeUnit.SECONDS).level());
     }
   }
 

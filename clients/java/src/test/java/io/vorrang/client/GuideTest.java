@@ -14,7 +14,7 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 
 /** What docs/clients/java.md shows works, against the real server. */
-@Timeout(60)
+@Timeout(180)
 class GuideTest {
   private static final String STORY = "Once upon a time";
 
@@ -49,7 +49,7 @@ class GuideTest {
         assertEquals(Scripted.continuation(STORY, 100), text.toString());
         text.setLength(0);
         Guide.subscribe(session.start(Scripted.request("async", 50).build()), text)
-            .get(20, TimeUnit.SECONDS);
+            .get(60, TimeUnit.SECONDS);
         assertEquals(Scripted.continuation("async", 50), text.toString());
       }
     }

@@ -9,10 +9,10 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 
 /** A hundred streams on one TCP connection that breaks in the middle of all of them. */
-@Timeout(60)
+@Timeout(180)
 class HundredStreamsTest {
   private static final int NUM_STREAMS = 100;
-  private static final int NUM_TOKENS = 200;
+  private static final int NUM_TOKENS = 100;
   private static final int CUT_AFTER_TOKENS = 20;
   private static final Map<String, String> SETTINGS =
       Map.of(
@@ -33,7 +33,7 @@ class HundredStreamsTest {
       List<Probe> probes = new ArrayList<>();
       for (int i = 0; i < NUM_STREAMS; i++) {
         // A small window keeps the server near the reader, so that the cut is in the middle on both sides.
-        var request = Scripted.request("stream " + i, NUM_TOKENS).creditTokens(64).build();
+        var request = Scripted.request("stream " + i, NUM_TOKENS).creditTokens(32).build();
         probes.add(Probe.on(sessions.get(i % sessions.size()).start(request), Long.MAX_VALUE));
       }
       Probe.await(

@@ -12,7 +12,7 @@ import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.io.TempDir;
 
 /** Whom a token is shown to; {@link TenantsTest} has the rest, against the real server. */
-@Timeout(60)
+@Timeout(180)
 class SecurityTest {
   private static final Request REQUEST = Request.text("x").build();
 

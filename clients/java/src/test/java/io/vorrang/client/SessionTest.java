@@ -23,7 +23,7 @@ import org.junit.jupiter.api.extension.ExtendWith;
 
 /** What a session promises, against the real server. */
 @ExtendWith(SharedServer.class)
-@Timeout(60)
+@Timeout(180)
 class SessionTest {
   private VorrangClient client;
   private Session session;
@@ -450,11 +450,11 @@ class SessionTest {
     GenerationStream stream = session.start(Scripted.request("told", 1500).build());
     var result = stream.resultAsync();
     stream.close();
-    assertEquals(FinishReason.CANCELLED, result.get(10, TimeUnit.SECONDS).finishReason());
+    assertEquals(FinishReason.CANCELLED, result.get(60, TimeUnit.SECONDS).finishReason());
     CallStream call = client.generateStream(Scripted.request("told", 1500).build());
     var never = call.resultAsync();
     client.close();
-    var failure = assertThrows(ExecutionException.class, () -> never.get(10, TimeUnit.SECONDS));
+    var failure = assertThrows(ExecutionException.class, () -> never.get(60, TimeUnit.SECONDS));
     assertInstanceOf(VorrangException.class, failure.getCause());
   }
 

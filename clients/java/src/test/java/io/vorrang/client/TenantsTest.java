@@ -22,7 +22,7 @@ import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.io.TempDir;
 
 /** TLS, tokens, certificates and caps, against the real server with tenants. */
-@Timeout(60)
+@Timeout(180)
 class TenantsTest {
   private static final String ACME = "acme-token-0123456789";
   private static final String OTHERS = "others-token-0123456789";
@@ -110,10 +110,10 @@ class TenantsTest {
       // It is not read, so its credit keeps it alive meanwhile.
       assertEquals(
           new Event.PriorityChanged(0, true, false),
-          stream.reprioritize(Priority.level(-50)).get(10, TimeUnit.SECONDS));
+          stream.reprioritize(Priority.level(-50)).get(60, TimeUnit.SECONDS));
       assertEquals(
           new Event.PriorityChanged(7, false, false),
-          stream.reprioritize(Priority.level(7)).get(10, TimeUnit.SECONDS));
+          stream.reprioritize(Priority.level(7)).get(60, TimeUnit.SECONDS));
       var text = new StringBuilder();
       while (events.hasNext()) {
         if (events.next() instanceof Event.Delta delta) {

@@ -16,7 +16,7 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 
 /** The same acts as in Go and Python give the same texts and orders; see clients/transcript/README.md. */
-@Timeout(60)
+@Timeout(180)
 class TranscriptTest {
   private static final Path FOLDER = ServerProcess.ROOT.resolve("clients/transcript");
 
