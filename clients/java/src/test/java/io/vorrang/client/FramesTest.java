@@ -72,6 +72,8 @@ class FramesTest {
       var stream = session.start(Request.text("x").creditTokens(4).build());
       var probe = Probe.on(stream, 2); // accepted, and one token of four
       Probe.await("two events", () -> probe.events.size() == 2);
+      var next = Probe.on(session.start(Request.text("y").build()), 1);
+      Probe.await("what was sent before it", () -> next.events.size() == 1);
       proxy.refuse(true);
       var unanswered = stream.reprioritize(Priority.BATCH);
       proxy.cut();
