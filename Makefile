@@ -37,13 +37,10 @@ test-deep: $(STAMP) ## what `make test` leaves out for time
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 
 test-go: $(STAMP) ## the Go client's tests against this server, where Go is installed
-	@if command -v go > /dev/null; then \
-		cd clients/go && go vet ./... && \
-		go test -count=1 $$([ "$$(go env CGO_ENABLED)" = 1 ] && echo -race) ./...; \
-	else echo "Go is not installed: the Go client is not tested"; fi
+	$(BIN)/python tools/client_suites.py go
 
-test-java: $(STAMP) ## build the Java client and test it against the server (Java 17, Maven)
-	cd clients/java && VORRANG_PYTHON=$(abspath $(BIN)/python) mvn -B -q verify
+test-java: $(STAMP) ## build the Java client and test it against this server, where Maven is installed (Java 17)
+	$(BIN)/python tools/client_suites.py java
 
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
@@ -69,6 +66,8 @@ check: $(STAMP) ## lint, types, borders, protos, generated code, GPU kernels
 	$(BIN)/python tools/protos.py lint
 	$(BIN)/python tools/protos.py check
 	$(BIN)/python tools/protos.py check-go
+	$(BIN)/python tools/protos.py pins
+	$(BIN)/python tools/protos.py breaking
 	$(BIN)/python tools/protocol_reference.py --check
 	$(BIN)/python tools/dashboard.py --check
 	$(BIN)/python tools/chart.py schema --check

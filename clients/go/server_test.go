@@ -15,7 +15,7 @@ import (
 )
 
 // patience bounds every wait of a test; nothing is timed by it.
-const patience = 30 * time.Second
+const patience = time.Minute
 
 var sharedServer, endSharedServer = testserver.Shared()
 

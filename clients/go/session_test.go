@@ -106,10 +106,6 @@ func TestPriorityIsEchoed(t *testing.T) {
 	}
 }
 
-func TestPriorityIsCappedByTheServer(t *testing.T) {
-	t.Skip("this server has no tenants yet, so nothing caps a priority; see TestACapIsSeen for the wire's side")
-}
-
 func TestAPolicyWithoutPrioritiesSaysSo(t *testing.T) {
 	session := open(t, dial(t, serve(t, "VORRANG_SCHEDULER__POLICY=fcfs").Address))
 	equal(t, "policy", session.Info().Policy, "fcfs")

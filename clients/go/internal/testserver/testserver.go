@@ -86,6 +86,32 @@ func Launch(settings ...string) (*Server, error) {
 	return server, nil
 }
 
+// Certificates is a folder with those that tests/support/certificates.py makes: ca.pem, server.pem, acme.pem of a
+// client, stranger.pem and stranger-ca.pem of nobody's, and their keys.
+// The test is skipped where there is no Python to make them.
+func Certificates(t testing.TB) string {
+	t.Helper()
+	root, err := repository()
+	if err != nil {
+		t.Skip(err)
+	}
+	interpreter, err := python(root)
+	if errors.Is(err, os.ErrNotExist) {
+		t.Skip(err)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	folder := t.TempDir()
+	process := exec.Command(interpreter, "-m", "tests.support.certificates", folder)
+	process.Dir = root
+	process.Env = environment(root, nil)
+	if output, err := process.CombinedOutput(); err != nil {
+		t.Fatalf("%v: %s", err, output)
+	}
+	return folder
+}
+
 // Kill ends the server at once.
 func (s *Server) Kill() {
 	_ = s.process.Process.Kill()
@@ -151,16 +177,20 @@ func repository() (string, error) {
 	}
 }
 
-// python is the interpreter that has the server's dependencies; a relative VORRANG_PYTHON counts from clients/go.
+// python is the interpreter that has the server's dependencies; a relative VORRANG_PYTHON counts from clients/go. Only
+// where none is named its absence is [os.ErrNotExist].
 func python(root string) (string, error) {
-	path := os.Getenv("VORRANG_PYTHON")
+	path, named := os.Getenv("VORRANG_PYTHON"), true
 	if path == "" {
-		path = "../../.venv/bin/python"
+		path, named = "../../.venv/bin/python", false
 	}
 	if !filepath.IsAbs(path) {
 		path = filepath.Join(root, "clients/go", path)
 	}
 	if _, err := os.Stat(path); err != nil {
+		if named {
+			return "", fmt.Errorf("VORRANG_PYTHON is no program: %s", path)
+		}
 		return "", fmt.Errorf("there is no server to test with; `make setup` or VORRANG_PYTHON gives one: %w", err)
 	}
 	return path, nil

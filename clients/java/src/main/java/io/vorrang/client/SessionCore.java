@@ -1,27 +1,17 @@
 package io.vorrang.client;
 
-import io.grpc.Status;
-import io.vorrang.client.VorrangException.Failure;
-import io.vorrang.v1.CommandRejectedEvent;
 import io.vorrang.v1.OpenedEvent;
 import io.vorrang.v1.SessionRequest;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
-import java.util.ArrayList;
-import java.util.LinkedHashMap;
-import java.util.List;
-import java.util.Map;
 import java.util.concurrent.CompletableFuture;
-import java.util.concurrent.locks.Condition;
-import java.util.concurrent.locks.ReentrantLock;
-import java.util.function.Supplier;
 
 /**
- * The state of one session, under one lock: what runs, what is to be sent, and which stream carries it.
- * {@link Session} is what callers see of it.
+ * The state of one session, under one lock: whether it is open, and which stream carries what is to be
+ * sent. {@link LiveRequests} are what runs, {@link Session} is what callers see.
  *
  * <p>Invariant: no code of a caller's runs under the lock, and no thread that reads the network waits
- * for one. What may run such code waits in {@code afterwards} until the lock is released.
+ * for one; what may run such code is left to {@link Guard#later} and {@link Guard#tell}.
  */
 final class SessionCore {
   private enum State {
@@ -38,13 +28,10 @@ final class SessionCore {
   private final CompletableFuture<Duration> goingAway = new CompletableFuture<>();
   private final Events events = new Events();
 
-  private final ReentrantLock lock = new ReentrantLock();
-  private final Condition changed = lock.newCondition();
-  // All below is guarded by the lock. What must not run under it waits in `afterwards`.
-  private final List<Runnable> afterwards = new ArrayList<>();
-  private final Map<String, GenerationStream> streams = new LinkedHashMap<>();
-  private final PriorityChanges changes = new PriorityChanges(this::tell);
+  private final Guard guard;
+  // All below is used under the guard's lock alone.
   private final Outbox outbox = new Outbox();
+  private final LiveRequests requests;
   private final Reconnection reconnection;
   private State state = State.OPENING;
   private SessionLink link;
@@ -56,6 +43,8 @@ final class SessionCore {
     this.transport = transport;
     this.options = options;
     this.session = session;
+    guard = new Guard(transport::execute);
+    requests = new LiveRequests(guard, outbox);
     reconnection = new Reconnection(options.reconnectTimeout());
   }
 
@@ -63,14 +52,14 @@ final class SessionCore {
 
   /** Opens the stream and waits for the server's answer. */
   void open() {
-    lock.lock();
+    guard.enter();
     try {
       if (state == State.OPENING) { // the client may have been closed meanwhile
         openLink(options.resumeToken());
       }
       long leftNanos = options.openTimeout().toNanos();
       while (state == State.OPENING && leftNanos > 0) {
-        leftNanos = changed.awaitNanos(leftNanos);
+        leftNanos = guard.await(leftNanos);
       }
       if (state == State.OPENING) {
         end(ConnectionLostException.because("no answer to open within " + options.openTimeout()));
@@ -82,24 +71,24 @@ final class SessionCore {
       end(ConnectionLostException.because("the opening was interrupted"));
       throw VorrangException.interrupted();
     } finally {
-      unlock();
+      guard.leave();
     }
   }
 
   SessionInfo info() {
-    return read(() -> info);
+    return guard.read(() -> info);
   }
 
   int numAlive() {
-    return read(() -> streams.size());
+    return guard.read(() -> requests.size());
   }
 
   boolean isOpen() {
-    return read(() -> state != State.CLOSED && !outbox.closing());
+    return guard.read(() -> state != State.CLOSED && !outbox.closing());
   }
 
   boolean isConnected() {
-    return read(() -> state == State.OPEN);
+    return guard.read(() -> state == State.OPEN);
   }
 
   CompletableFuture<Duration> goingAway() {
@@ -108,16 +97,11 @@ final class SessionCore {
 
   /** Begins a request with its first frame; waits while the transport takes nothing more. */
   void begin(GenerationStream stream, SessionRequest frame) {
-    run(
+    guard.run(
         () -> {
           checkOpen();
           awaitRoom();
-          if (streams.putIfAbsent(stream.requestId(), stream) != null) {
-            String message = "request \"" + stream.requestId() + "\" is alive in this session";
-            throw new VorrangException(
-                Failure.of(message, Status.Code.ALREADY_EXISTS, Reason.DUPLICATE_REQUEST_ID, false),
-                null);
-          }
+          requests.add(stream);
           send(frame);
           outbox.addCredit(stream);
           pump();
@@ -125,7 +109,7 @@ final class SessionCore {
   }
 
   void halfClose() {
-    run(
+    guard.run(
         () -> {
           outbox.close();
           pump();
@@ -133,10 +117,10 @@ final class SessionCore {
   }
 
   void close() {
-    lock.lock();
+    guard.enter();
     try {
       if (state == State.OPEN && !outbox.closing()) {
-        for (GenerationStream stream : streams.values()) {
+        for (GenerationStream stream : requests.all()) {
           if (!stream.cancelled) {
             stream.cancelled = true;
             outbox.add(Frames.cancel(stream.requestId()));
@@ -147,22 +131,22 @@ final class SessionCore {
       }
       long leftNanos = options.closeTimeout().toNanos();
       while (state == State.OPEN && leftNanos > 0) {
-        leftNanos = changed.awaitNanos(leftNanos);
+        leftNanos = guard.await(leftNanos);
       }
     } catch (InterruptedException interruption) {
       Thread.currentThread().interrupt();
     } finally {
       end(ConnectionLostException.because("the session was closed"));
-      unlock();
+      guard.leave();
     }
   }
 
   // What streams ask for.
 
   void cancel(GenerationStream stream) {
-    run(
+    guard.run(
         () -> {
-          if (streams.get(stream.requestId()) == stream && !stream.cancelled) {
+          if (requests.has(stream) && !stream.cancelled) {
             checkOpen();
             stream.cancelled = true;
             send(Frames.cancel(stream.requestId()));
@@ -171,9 +155,9 @@ final class SessionCore {
   }
 
   void pause(GenerationStream stream, boolean paused) {
-    run(
+    guard.run(
         () -> {
-          if (streams.get(stream.requestId()) == stream) {
+          if (requests.has(stream)) {
             checkOpen();
             stream.paused = paused;
             stream.pauseWasSaid = true;
@@ -185,14 +169,11 @@ final class SessionCore {
 
   CompletableFuture<Event.PriorityChanged> reprioritize(GenerationStream stream, Priority priority) {
     var answer = new CompletableFuture<Event.PriorityChanged>();
-    lock.lock();
+    guard.enter();
     try {
       checkOpen();
       awaitRoom();
-      if (streams.get(stream.requestId()) != stream) {
-        throw hasEnded(stream.requestId());
-      }
-      changes.add(stream.requestId(), priority, answer);
+      requests.addChange(stream, priority, answer);
       var frame = Frames.reprioritize(stream.requestId(), priority);
       if (state == State.LOST) {
         outbox.add(frame); // after what the new stream begins with
@@ -202,24 +183,24 @@ final class SessionCore {
     } catch (VorrangException refused) {
       answer.completeExceptionally(refused);
     } finally {
-      unlock();
+      guard.leave();
     }
     return answer;
   }
 
   long consumedSequence(GenerationStream stream) {
-    return read(() -> stream.consumedSequence);
+    return guard.read(() -> stream.consumedSequence);
   }
 
   void consumed(GenerationStream stream, EventStream.Slot slot) {
-    run(
+    guard.run(
         () -> {
           stream.consumedSequence = slot.sequence();
           if (slot.event() instanceof Event.Delta delta) {
             int tokens = delta.tokenIds().size();
             stream.waitingTokens -= tokens;
             stream.outstandingTokens -= tokens;
-            if (streams.get(stream.requestId()) == stream) {
+            if (requests.has(stream)) {
               outbox.addCredit(stream);
               pump();
             }
@@ -227,35 +208,7 @@ final class SessionCore {
         });
   }
 
-  private <T> T read(Supplier<T> value) {
-    lock.lock();
-    try {
-      return value.get();
-    } finally {
-      unlock();
-    }
-  }
-
-  private void run(Runnable work) {
-    lock.lock();
-    try {
-      work.run();
-    } finally {
-      unlock();
-    }
-  }
-
   // All below runs under the lock.
-
-  /** Releases the lock and does what must not be done under it. */
-  private void unlock() {
-    List<Runnable> work = lock.getHoldCount() == 1 ? List.copyOf(afterwards) : List.of();
-    if (!work.isEmpty()) {
-      afterwards.clear();
-    }
-    lock.unlock();
-    work.forEach(Runnable::run);
-  }
 
   private void checkOpen() {
     if (state == State.CLOSED) {
@@ -270,7 +223,7 @@ final class SessionCore {
   private void awaitRoom() {
     try {
       while (state != State.CLOSED && !outbox.hasRoom()) {
-        changed.await();
+        guard.await();
       }
     } catch (InterruptedException interruption) {
       throw VorrangException.interrupted();
@@ -289,7 +242,7 @@ final class SessionCore {
   private void pump() {
     if (state == State.OPEN) {
       outbox.sendTo(link);
-      changed.signalAll(); // there may be room for who waits
+      guard.changed(); // there may be room for who waits
     }
   }
 
@@ -302,13 +255,20 @@ final class SessionCore {
   private void onFrame(SessionResponse frame) {
     switch (frame.getEventCase()) {
       case OPENED -> onOpened(frame.getOpened());
-      case COMMAND_REJECTED -> onRejected(frame.getRequestId(), frame.getCommandRejected());
+      case COMMAND_REJECTED -> {
+        var rejected = frame.getCommandRejected();
+        if (rejected.getCommand().equals("open")) {
+          onOpenRejected(Errors.ofCommand(rejected));
+        } else {
+          requests.onRejected(frame.getRequestId(), rejected);
+        }
+      }
       case GO_AWAY -> {
         Duration left = Wire.duration(frame.getGoAway().getTimeLeft());
         isGoingAway = true;
-        tell(() -> goingAway.complete(left));
+        guard.tell(() -> goingAway.complete(left));
       }
-      default -> onEvent(frame);
+      default -> requests.onEvent(frame);
     }
   }
 
@@ -323,51 +283,10 @@ final class SessionCore {
     boolean again = state == State.LOST;
     state = State.OPEN;
     if (again) {
-      takeUpAll();
+      outbox.addFirst(requests.takeUp());
     }
     pump();
-    changed.signalAll();
-  }
-
-  /** Begins a new stream with all that the lost one carried. */
-  private void takeUpAll() {
-    var frames = new ArrayList<SessionRequest>();
-    for (GenerationStream stream : streams.values()) {
-      boolean isKnown = stream.lastSequence > 0 || stream.startFrame == null;
-      // A start that may or may not have arrived is harmless to repeat: equal ones mean one request.
-      frames.add(isKnown ? Frames.resume(stream.requestId(), stream.lastSequence) : stream.startFrame);
-      // The server counts what was granted at the start anew, from the event it goes on with.
-      int granted = stream.startFrame == null ? 0 : stream.windowTokens;
-      stream.outstandingTokens = stream.waitingTokens + granted;
-      if (stream.pauseWasSaid) {
-        frames.add(Frames.pause(stream.requestId(), stream.paused));
-      }
-      if (stream.cancelled) {
-        frames.add(Frames.cancel(stream.requestId()));
-      }
-      outbox.addCredit(stream);
-    }
-    outbox.addFirst(frames);
-  }
-
-  private void onRejected(String requestId, CommandRejectedEvent rejected) {
-    var error = Errors.ofCommand(rejected);
-    switch (rejected.getCommand()) {
-      case "open" -> onOpenRejected(error);
-      case "start" -> {
-        GenerationStream stream = streams.get(requestId);
-        if (stream != null && stream.lastSequence == 0) {
-          endStream(requestId, Errors.ofStart(rejected));
-        }
-      }
-      case "resume" -> {
-        if (error.reason() != Reason.SESSION_STATE) { // that one says it is here already
-          endStream(requestId, Errors.ofStart(rejected));
-        }
-      }
-      case "reprioritize" -> changes.rejected(requestId, error);
-      default -> {} // Cancelling, pausing or granting what has just ended is no error.
-    }
+    guard.changed();
   }
 
   private void onOpenRejected(VorrangException error) {
@@ -375,58 +294,8 @@ final class SessionCore {
       end(error);
       return;
     }
-    // The server no longer has what it had accepted. What it never saw can still be started.
-    for (GenerationStream stream : List.copyOf(streams.values())) {
-      if (stream.lastSequence > 0 || stream.startFrame == null) {
-        endStream(stream.requestId(), error);
-      }
-    }
+    requests.endBegun(error);
     link.send(Frames.open(options, ""));
-  }
-
-  private void onEvent(SessionResponse frame) {
-    GenerationStream stream = streams.get(frame.getRequestId());
-    if (stream == null || frame.getSequence() <= stream.lastSequence) {
-      return; // it has ended here, or this was seen before the connection was lost
-    }
-    stream.lastSequence = frame.getSequence();
-    if (frame.hasFailed()) {
-      endStream(frame.getRequestId(), Errors.ofRequest(frame.getFailed()));
-      return;
-    }
-    Event event = Wire.event(frame).orElse(null);
-    if (event == null) {
-      return;
-    }
-    if (event instanceof Event.Delta delta) {
-      stream.waitingTokens += delta.tokenIds().size();
-    } else if (event instanceof Event.PriorityChanged change) {
-      changes.answered(frame.getRequestId(), change);
-    } else if (event instanceof Event.Finished) {
-      forget(frame.getRequestId());
-    }
-    stream.offer(frame.getSequence(), event);
-    afterwards.add(stream::deliver);
-  }
-
-  private void endStream(String requestId, VorrangException failure) {
-    GenerationStream stream = forget(requestId);
-    if (stream != null) {
-      stream.fail(failure);
-      afterwards.add(stream::deliver);
-    }
-  }
-
-  private GenerationStream forget(String requestId) {
-    GenerationStream stream = streams.remove(requestId);
-    outbox.dropCredit(stream);
-    changes.failAll(requestId, hasEnded(requestId));
-    return stream;
-  }
-
-  /** Has what may run code of the caller's run on the executor. */
-  private void tell(Runnable work) {
-    afterwards.add(() -> transport.execute(work));
   }
 
   private void onLinkEnd(Throwable error) {
@@ -442,34 +311,33 @@ final class SessionCore {
     if (state == State.OPEN) {
       state = State.LOST;
       outbox.clear();
-      // Whether the server obeyed is not known, nor whether its answer will come.
-      changes.failAll(why);
+      requests.failChanges(why);
       reconnection.begin();
       transport.later(this::giveUp, options.reconnectTimeout());
-      changed.signalAll();
+      guard.changed();
     }
     transport.later(this::reconnect, reconnection.nextDelay());
   }
 
   private boolean canReconnect(VorrangException why) {
-    boolean isNeeded = !streams.isEmpty() || !outbox.closing();
-    boolean isPossible = streams.isEmpty() || !info.token().isEmpty();
+    boolean isNeeded = !requests.isEmpty() || !outbox.closing();
+    boolean isPossible = requests.isEmpty() || !info.token().isEmpty();
     return isNeeded && isPossible && !isGoingAway && reconnection.isWorthwhile(why);
   }
 
   private void reconnect() {
-    run(
+    guard.run(
         () -> {
           if (state == State.LOST && link == null) {
             transport.resetConnectBackoff();
             // Without requests there is nothing to take up, and the server has forgotten the session.
-            openLink(streams.isEmpty() ? "" : info.token());
+            openLink(requests.isEmpty() ? "" : info.token());
           }
         });
   }
 
   private void giveUp() {
-    run(
+    guard.run(
         () -> {
           if (state == State.LOST && reconnection.isOver()) {
             end(
@@ -491,15 +359,9 @@ final class SessionCore {
       link = null;
     }
     outbox.clear();
-    List.copyOf(streams.keySet()).forEach(id -> endStream(id, why));
+    requests.endAll(why);
     transport.forget(session);
-    changed.signalAll();
-  }
-
-  private static VorrangException hasEnded(String requestId) {
-    String message = "request \"" + requestId + "\" has ended";
-    return new VorrangException(
-        Failure.of(message, Status.Code.NOT_FOUND, Reason.UNKNOWN_REQUEST, false), null);
+    guard.changed();
   }
 
   /** What comes from the stream; late words of one that was given up are passed over. */
@@ -520,7 +382,7 @@ final class SessionCore {
     }
 
     private void of(SessionLink from, Runnable work) {
-      run(
+      guard.run(
           () -> {
             if (from == link) {
               work.run();

@@ -17,7 +17,7 @@ import org.junit.jupiter.api.extension.ExtendWith;
 
 /** Calls without a session, against the real server. */
 @ExtendWith(SharedServer.class)
-@Timeout(60)
+@Timeout(180)
 class CallTest {
   private VorrangClient client;
 
@@ -69,7 +69,7 @@ class CallTest {
     var probe = Probe.on(stream, Long.MAX_VALUE);
     Probe.await("a token", () -> probe.tokens() > 0);
     stream.cancel();
-    var failure = assertThrows(ExecutionException.class, () -> probe.end.get(10, TimeUnit.SECONDS));
+    var failure = assertThrows(ExecutionException.class, () -> probe.end.get(60, TimeUnit.SECONDS));
     assertEquals(Reason.CANCELLED, ((VorrangException) failure.getCause()).reason());
   }
 

@@ -18,7 +18,7 @@ import org.junit.jupiter.params.provider.MethodSource;
  * is that of an undisturbed one as far as it goes, and nothing is left behind.
  */
 @ExtendWith(SharedServer.class)
-@Timeout(120)
+@Timeout(240)
 class ChaosTest {
   private static final int NUM_REQUESTS = 60;
 

@@ -36,7 +36,7 @@ import org.junit.jupiter.params.ParameterizedTest;
 import org.junit.jupiter.params.provider.MethodSource;
 
 /** Every reason of an error, in every place it can come from, as it goes over the wire. */
-@Timeout(30)
+@Timeout(180)
 class ErrorTableTest {
   private FakeServer server;
   private VorrangClient client;

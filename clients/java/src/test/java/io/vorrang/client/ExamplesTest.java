@@ -19,7 +19,7 @@ import org.junit.jupiter.api.extension.ExtendWith;
 
 /** What the documents tell a new user to run is what is compiled here, and it runs. */
 @ExtendWith(SharedServer.class)
-@Timeout(60)
+@Timeout(180)
 class ExamplesTest {
   private static final Path FIRST_CLIENT =
       Path.of("src/main/java/io/vorrang/examples/FirstClient.java");

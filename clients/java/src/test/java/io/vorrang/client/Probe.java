@@ -55,13 +55,13 @@ class Probe implements Flow.Subscriber<Event> {
 
   /** The last event, once the stream has ended well. */
   Event.Finished finished() throws Exception {
-    end.get(20, TimeUnit.SECONDS);
+    end.get(60, TimeUnit.SECONDS);
     return (Event.Finished) events.get(events.size() - 1);
   }
 
   /** Waits until something holds; a test that waits in vain says for what. */
   static void await(String what, BooleanSupplier holds) throws InterruptedException {
-    long endNanos = System.nanoTime() + TimeUnit.SECONDS.toNanos(20);
+    long endNanos = System.nanoTime() + TimeUnit.SECONDS.toNanos(60);
     while (!holds.getAsBoolean()) {
       assertTrue(System.nanoTime() < endNanos, "waited in vain: " + what);
       Thread.sleep(2);

@@ -21,7 +21,7 @@ import org.junit.jupiter.api.extension.ExtendWith;
 
 /** What becomes of requests when connections break, against the real server behind a proxy that cuts them. */
 @ExtendWith(SharedServer.class)
-@Timeout(60)
+@Timeout(180)
 class ResumeTest {
   private CuttingProxy proxy;
   private VorrangClient client;
@@ -108,7 +108,7 @@ class ResumeTest {
       GenerationStream started = session.start(Scripted.request("started", 10).build());
       proxy.refuse(false);
       assertEquals(FinishReason.CANCELLED, cancelledProbe.finished().reason());
-      assertEquals(4, change.get(10, TimeUnit.SECONDS).level());
+      assertEquals(4, change.get(60, TimeUnit.SECONDS).level());
       assertEquals(Scripted.continuation("started", 10), started.text());
       assertFalse(paused.ended(), "it went on although it is paused");
       paused.unpause();
@@ -126,7 +126,7 @@ class ResumeTest {
     Probe.await("a token", () -> probe.tokens() > 0);
     proxy.refuse(true);
     proxy.cut();
-    var failure = assertThrows(ExecutionException.class, () -> probe.end.get(20, TimeUnit.SECONDS));
+    var failure = assertThrows(ExecutionException.class, () -> probe.end.get(60, TimeUnit.SECONDS));
     var lost = assertInstanceOf(ConnectionLostException.class, failure.getCause());
     assertTrue(lost.retryable());
     assertTrue(Scripted.continuation("gone", 1500).startsWith(probe.text()));
@@ -232,7 +232,7 @@ class ResumeTest {
     try (Session session = client.openSession(options)) {
       assertEquals(Scripted.continuation("taken", 400), session.resume(id, 0).text());
     }
-    var failure = assertThrows(ExecutionException.class, () -> oldProbe.end.get(10, TimeUnit.SECONDS));
+    var failure = assertThrows(ExecutionException.class, () -> oldProbe.end.get(60, TimeUnit.SECONDS));
     assertEquals(Reason.SESSION_STATE, ((VorrangException) failure.getCause()).reason());
     assertFalse(old.isOpen());
     old.close();

@@ -14,7 +14,7 @@ import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
 
 /** What needs servers with settings of their own: their end, and their limits. */
-@Timeout(60)
+@Timeout(180)
 class ServerEndTest {
   @Test
   void aServerThatDrainsSaysSoAndLetsRequestsEnd() throws Exception {
@@ -26,7 +26,7 @@ class ServerEndTest {
       var probe = Probe.on(session.start(Scripted.request("drain", 200).build()), Long.MAX_VALUE);
       Probe.await("a token", () -> probe.tokens() > 0);
       server.terminate();
-      Duration left = session.goingAway().get(10, TimeUnit.SECONDS);
+      Duration left = session.goingAway().get(60, TimeUnit.SECONDS);
       assertTrue(left.compareTo(Duration.ofSeconds(20)) <= 0 && !left.isNegative());
       var late = session.start(Scripted.request("late", 1).build());
       var refused = assertThrows(VorrangException.class, late::result);
@@ -50,7 +50,7 @@ class ServerEndTest {
       var probe = Probe.on(session.start(Scripted.request("die", 1500).build()), Long.MAX_VALUE);
       Probe.await("a token", () -> probe.tokens() > 0);
       server.kill();
-      var failure = assertThrows(ExecutionException.class, () -> probe.end.get(10, TimeUnit.SECONDS));
+      var failure = assertThrows(ExecutionException.class, () -> probe.end.get(60, TimeUnit.SECONDS));
       assertInstanceOf(ConnectionLostException.class, failure.getCause());
       var refused = assertThrows(VorrangException.class, () -> client.openSession(options));
       assertInstanceOf(ConnectionLostException.class, refused);
@@ -93,7 +93,7 @@ class ServerEndTest {
               () -> {
                 Probe.await("the slow one's end", () -> session.alive() == 0);
                 slow.request(Long.MAX_VALUE);
-                slow.end.get(10, TimeUnit.SECONDS);
+                slow.end.get(60, TimeUnit.SECONDS);
               });
       var tooSlow = assertInstanceOf(VorrangException.class, failure.getCause());
       assertEquals(Reason.SLOW_CONSUMER, tooSlow.reason());

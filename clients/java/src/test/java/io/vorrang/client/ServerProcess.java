@@ -1,9 +1,12 @@
 package io.vorrang.client;
 
+import static org.junit.jupiter.api.Assertions.assertEquals;
+import static org.junit.jupiter.api.Assertions.assertTrue;
 import static org.junit.jupiter.api.Assumptions.assumeTrue;
 
 import java.io.BufferedReader;
 import java.io.IOException;
+import java.nio.charset.StandardCharsets;
 import java.nio.file.Files;
 import java.nio.file.Path;
 import java.util.List;
@@ -14,7 +17,7 @@ import java.util.regex.Pattern;
 
 /**
  * The real server with its scripted model, on a free port of this machine. Its Python is {@code
- * VORRANG_PYTHON}, else the repository's own environment; without one the tests are skipped.
+ * VORRANG_PYTHON}, else the repository's own environment; without either the tests are skipped.
  */
 final class ServerProcess implements AutoCloseable {
   static final Path ROOT = Path.of("../..").toAbsolutePath().normalize();
@@ -59,14 +62,28 @@ final class ServerProcess implements AutoCloseable {
     return new ServerProcess(process, output, ready.group(1));
   }
 
+  /** Has those made that tests/support/certificates.py knows: ca, server, client, and a stranger's. */
+  static void makeCertificates(Path folder) throws Exception {
+    var builder =
+        new ProcessBuilder(
+            python().toString(), "-m", "tests.support.certificates", folder.toString());
+    builder.environment().put("PYTHONPATH", ROOT + ":" + ROOT.resolve("protos"));
+    var process = builder.directory(ROOT.toFile()).redirectErrorStream(true).start();
+    String said = new String(process.getInputStream().readAllBytes(), StandardCharsets.UTF_8);
+    assertEquals(0, process.waitFor(), said);
+  }
+
   static Path python() {
     String named = System.getenv("VORRANG_PYTHON");
-    Path python =
-        named == null || named.isEmpty() ? ROOT.resolve(".venv/bin/python") : Path.of(named);
+    if (named != null && !named.isEmpty()) {
+      assertTrue(Files.isExecutable(Path.of(named)), "VORRANG_PYTHON is no program: " + named);
+      return Path.of(named).toAbsolutePath();
+    }
+    Path python = ROOT.resolve(".venv/bin/python");
     assumeTrue(
         Files.isExecutable(python),
         "no Python to start the server with: set VORRANG_PYTHON, or run `make setup` (tried " + python + ")");
-    return python.toAbsolutePath();
+    return python;
   }
 
   int port() {
