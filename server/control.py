@@ -1,5 +1,6 @@
 """ControlService: what operators see and steer. Sees every tenant; the guard lets operators in alone."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from engine.request import RequestId, RequestStatus
 from engine.scheduler.decisions import Decision
 from server import convert
 from server.backend import Backend, server_version
+from server.explain import explained
 from server.feed import DecisionFeed, Watched
 from server.guard import Guard
 from server.session_writer import PeerGone
@@ -63,6 +65,7 @@ class ControlService:
             ("CancelRequest", self.cancel_request),
             ("UpdateRequestPriority", self.update_request_priority),
             ("Drain", self.drain),
+            ("ExplainRequest", self.explain_request),
         ):
             request_class, response_class = (getattr(pb, f"{name}{kind}") for kind in ("Request", "Response"))
             methods[name] = grpc.unary_unary_rpc_method_handler(
@@ -181,6 +184,24 @@ class ControlService:
         now = self._backend.engine.statistics()
         self._drain(grace_s)
         return pb.DrainResponse(num_running=now.num_running, num_waiting=now.num_waiting)
+
+    async def explain_request(self, request: pb.ExplainRequestRequest, _: Any) -> pb.ExplainRequestResponse:
+        """Where the time of a request went, by the server's id or the client's.
+
+        Raises:
+            InvalidRequest: no id.
+            UnknownRequest: it never was, or ended too long ago.
+        """
+        if not request.id:
+            raise InvalidRequest("id", "must be given", request.id)
+        engine, lives = self._backend.engine, self._backend.lives
+        account = None if lives is None else lives.account(request.id, engine.now())
+        if account is None:
+            raise UnknownRequest(request.id[:80])
+        ticket = self._backend.find(RequestId(account.server_request_id))
+        if ticket is not None and not account.end:
+            account = dataclasses.replace(account, num_output_tokens=ticket.handle.num_output_tokens)
+        return explained(account)
 
     async def watch_decisions(self, request: pb.WatchDecisionsRequest, context: Any) -> None:
         """Steps as they are planned, until the client leaves or the server ends.

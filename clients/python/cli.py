@@ -21,6 +21,7 @@ from clients.python.demo import DemoOptions, run_demo
 from clients.python.demo_server import ServerDied
 from clients.python.errors import InvalidRequest, VorrangError
 from clients.python.events import Delta, Result
+from clients.python.explain import print_explanation
 from clients.python.request import RequestOptions
 
 EXIT_FAILED = 1
@@ -173,6 +174,17 @@ def demo(
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
     held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
+
+
+@main.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The server's id of a request, or its client's.")],
+    target: Target = DEFAULT_TARGET,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Tell where the time of a request went: what it waited for, who overtook it, what that cost."""
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    _run(print_explanation(target, request_id, as_json=as_json, console=console))
 
 
 @auth_app.command("hash-token")

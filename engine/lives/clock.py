@@ -57,9 +57,7 @@ class StepClock:
         gates_s = last.gates_s
         if gate is not None:
             gates_s = (*gates_s[:gate], gates_s[gate] + passed_s, *gates_s[gate + 1 :])
-        return Reading(
-            now, last.num_steps, last.beside_prefill_s + passed_s * self._has_prefill, gates_s
-        )
+        return Reading(now, last.num_steps, last.beside_prefill_s + passed_s * self._has_prefill, gates_s)
 
 
 def gates_between(begin: Reading, end: Reading) -> dict[str, float]:

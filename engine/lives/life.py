@@ -255,10 +255,10 @@ class Life:
 
     def _keep(self, interval: Interval) -> None:
         last = self._intervals[-1] if self._intervals else None
-        if last is not None and (last.phase, last.gate) == (interval.phase, interval.gate):
-            if len(self._intervals) == self._num_intervals:
-                self._intervals[-1] = replace(last, end_s=interval.end_s)
-                return
+        is_listed = len(self._intervals) == self._num_intervals
+        if last is not None and is_listed and (last.phase, last.gate) == (interval.phase, interval.gate):
+            self._intervals[-1] = replace(last, end_s=interval.end_s)
+            return
         self._num_intervals += 1
         if len(self._intervals) < MAX_INTERVALS:
             self._intervals.append(interval)

@@ -81,11 +81,10 @@ class CheckedLives(LifeRecorder):
 
 
 @pytest.mark.parametrize(
-    ("depth", "num_episodes"), [(0, 4), (1, 4), *[pytest.param(d, 60, marks=pytest.mark.deep) for d in (0, 1)]]
+    ("depth", "num_episodes"),
+    [(0, 4), (1, 4), *[pytest.param(d, 60, marks=pytest.mark.deep) for d in (0, 1)]],
 )
-def test_on_a_random_walk_every_life_adds_up_to_what_the_scheduler_booked(
-    monkeypatch, depth, num_episodes
-):
+def test_on_a_random_walk_every_life_adds_up_to_what_the_scheduler_booked(monkeypatch, depth, num_episodes):
     monkeypatch.setattr(walk, "REPLAY_EVERY", 1)
     monkeypatch.setattr(walk, "Driver", ForwardDriver)
     monkeypatch.setattr(walk, "MemoryLog", CheckedLives)
@@ -148,7 +147,9 @@ def test_a_waiting_request_says_which_gate_bound_also_while_it_stood_behind_othe
     account = lives.account("second", driver.now)
     assert account.num_seated == 1
     assert [one.name for one in account.seated] == ["first"]
-    assert sum(parts(account)[key] for key in parts(account) if key[0] == "queued") == account.spent_s("queued")
+    assert sum(parts(account)[key] for key in parts(account) if key[0] == "queued") == account.spent_s(
+        "queued"
+    )
 
 
 @pytest.mark.parametrize("gate", ["blocks", "budget", "prefix", "tenant", "watermark"])

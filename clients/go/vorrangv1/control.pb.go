@@ -1316,6 +1316,666 @@ func (x *WatchDecisionsResponse) GetNumLostSteps() uint64 {
 	return 0
 }
 
+// Asks for the account of a request.
+type ExplainRequestRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server, or else the client's, which stands for the last request that had it.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequestRequest) Reset() {
+	*x = ExplainRequestRequest{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequestRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequestRequest) ProtoMessage() {}
+
+func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequestRequest.ProtoReflect.Descriptor instead.
+func (*ExplainRequestRequest) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *ExplainRequestRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// Another request, as far as one must know it.
+type Neighbour struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server.
+	ServerRequestId string `protobuf:"bytes,1,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Id chosen by the client; may be empty.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Level it had.
+	Level         int32 `protobuf:"zigzag32,3,opt,name=level,proto3" json:"level,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Neighbour) Reset() {
+	*x = Neighbour{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Neighbour) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Neighbour) ProtoMessage() {}
+
+func (x *Neighbour) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Neighbour.ProtoReflect.Descriptor instead.
+func (*Neighbour) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *Neighbour) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *Neighbour) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *Neighbour) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+// A stretch of a request's life. Stretches touch each other.
+type LifeInterval struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What its time was spent on: "intake" (read, checked, tokenised), "queued" (waited for its first seat),
+	// "prefill" (computed its prompt), "held" (had a seat and got no tokens of the step for its prompt),
+	// "decode" (produced output), "stalled" (had a seat and got no token of the step for its output),
+	// "preempted" (had lost its seat), "recompute" (computed again what it had lost), "parked", "returning"
+	// (waited for a seat after it was parked), "delivery" (its last event waited to be written).
+	Phase string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	// What kept it waiting: as in WatchDecisionsResponse.bound_gate, or "arrival" (a step was being computed
+	// when it came), "behind" (others were first in the queue); why it was parked: "credit", "reader",
+	// "paused"; else empty.
+	Gate string `protobuf:"bytes,2,opt,name=gate,proto3" json:"gate,omitempty"`
+	// Since the life began.
+	Begin *durationpb.Duration `protobuf:"bytes,3,opt,name=begin,proto3" json:"begin,omitempty"`
+	// Since the life began.
+	End           *durationpb.Duration `protobuf:"bytes,4,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LifeInterval) Reset() {
+	*x = LifeInterval{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifeInterval) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifeInterval) ProtoMessage() {}
+
+func (x *LifeInterval) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifeInterval.ProtoReflect.Descriptor instead.
+func (*LifeInterval) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *LifeInterval) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *LifeInterval) GetGate() string {
+	if x != nil {
+		return x.Gate
+	}
+	return ""
+}
+
+func (x *LifeInterval) GetBegin() *durationpb.Duration {
+	if x != nil {
+		return x.Begin
+	}
+	return nil
+}
+
+func (x *LifeInterval) GetEnd() *durationpb.Duration {
+	if x != nil {
+		return x.End
+	}
+	return nil
+}
+
+// All stretches of one kind.
+type LifePart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in LifeInterval.
+	Phase string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	// As in LifeInterval; "behind:GATE" where GATE kept out the first of those that stood before it.
+	Gate string `protobuf:"bytes,2,opt,name=gate,proto3" json:"gate,omitempty"`
+	// Of it before the first output token.
+	BeforeFirstToken *durationpb.Duration `protobuf:"bytes,3,opt,name=before_first_token,json=beforeFirstToken,proto3" json:"before_first_token,omitempty"`
+	// Of it afterwards.
+	AfterFirstToken *durationpb.Duration `protobuf:"bytes,4,opt,name=after_first_token,json=afterFirstToken,proto3" json:"after_first_token,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *LifePart) Reset() {
+	*x = LifePart{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifePart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifePart) ProtoMessage() {}
+
+func (x *LifePart) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifePart.ProtoReflect.Descriptor instead.
+func (*LifePart) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *LifePart) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *LifePart) GetGate() string {
+	if x != nil {
+		return x.Gate
+	}
+	return ""
+}
+
+func (x *LifePart) GetBeforeFirstToken() *durationpb.Duration {
+	if x != nil {
+		return x.BeforeFirstToken
+	}
+	return nil
+}
+
+func (x *LifePart) GetAfterFirstToken() *durationpb.Duration {
+	if x != nil {
+		return x.AfterFirstToken
+	}
+	return nil
+}
+
+// A preemption and what it cost.
+type LifeLoss struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// When, since the life began.
+	At *durationpb.Duration `protobuf:"bytes,1,opt,name=at,proto3" json:"at,omitempty"`
+	// What was needed.
+	Reason PreemptReason `protobuf:"varint,2,opt,name=reason,proto3,enum=vorrang.v1.PreemptReason" json:"reason,omitempty"`
+	// For whom; absent = for nobody in particular.
+	Beneficiary *Neighbour `protobuf:"bytes,3,opt,name=beneficiary,proto3" json:"beneficiary,omitempty"`
+	// KV blocks it gave back.
+	NumBlocks uint32 `protobuf:"varint,4,opt,name=num_blocks,json=numBlocks,proto3" json:"num_blocks,omitempty"`
+	// Computed tokens it lost.
+	NumLostTokens uint32 `protobuf:"varint,5,opt,name=num_lost_tokens,json=numLostTokens,proto3" json:"num_lost_tokens,omitempty"`
+	// Tokens of them that the prefix cache did not give back.
+	NumRecomputedTokens uint32 `protobuf:"varint,6,opt,name=num_recomputed_tokens,json=numRecomputedTokens,proto3" json:"num_recomputed_tokens,omitempty"`
+	// Until it had a seat again.
+	Waited *durationpb.Duration `protobuf:"bytes,7,opt,name=waited,proto3" json:"waited,omitempty"`
+	// From then until it stood where it had been.
+	Recompute *durationpb.Duration `protobuf:"bytes,8,opt,name=recompute,proto3" json:"recompute,omitempty"`
+	// True once it had a seat again.
+	Resumed       bool `protobuf:"varint,9,opt,name=resumed,proto3" json:"resumed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LifeLoss) Reset() {
+	*x = LifeLoss{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifeLoss) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifeLoss) ProtoMessage() {}
+
+func (x *LifeLoss) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifeLoss.ProtoReflect.Descriptor instead.
+func (*LifeLoss) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *LifeLoss) GetAt() *durationpb.Duration {
+	if x != nil {
+		return x.At
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetReason() PreemptReason {
+	if x != nil {
+		return x.Reason
+	}
+	return PreemptReason_PREEMPT_REASON_UNSPECIFIED
+}
+
+func (x *LifeLoss) GetBeneficiary() *Neighbour {
+	if x != nil {
+		return x.Beneficiary
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetNumBlocks() uint32 {
+	if x != nil {
+		return x.NumBlocks
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetNumLostTokens() uint32 {
+	if x != nil {
+		return x.NumLostTokens
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetNumRecomputedTokens() uint32 {
+	if x != nil {
+		return x.NumRecomputedTokens
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetWaited() *durationpb.Duration {
+	if x != nil {
+		return x.Waited
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetRecompute() *durationpb.Duration {
+	if x != nil {
+		return x.Recompute
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetResumed() bool {
+	if x != nil {
+		return x.Resumed
+	}
+	return false
+}
+
+// The account of a request. Its parts add up to its total.
+type ExplainRequestResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server.
+	ServerRequestId string `protobuf:"bytes,1,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Id chosen by the client; may be empty.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Tenant.
+	Tenant string `protobuf:"bytes,3,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// The client's label.
+	Label string `protobuf:"bytes,4,opt,name=label,proto3" json:"label,omitempty"`
+	// Level in force.
+	Level int32 `protobuf:"zigzag32,5,opt,name=level,proto3" json:"level,omitempty"`
+	// Class of that level.
+	ClassName string `protobuf:"bytes,6,opt,name=class_name,json=className,proto3" json:"class_name,omitempty"`
+	// Where it is, as in LifeInterval; empty once it has ended.
+	Phase string `protobuf:"bytes,7,opt,name=phase,proto3" json:"phase,omitempty"`
+	// Why it ended: a finish reason such as "stop", or "failed: ERROR"; empty while it lives.
+	End string `protobuf:"bytes,8,opt,name=end,proto3" json:"end,omitempty"`
+	// True once its last event was written to the client.
+	Delivered bool `protobuf:"varint,9,opt,name=delivered,proto3" json:"delivered,omitempty"`
+	// From its arrival to its end, delivery included where there was one, or to now.
+	Total *durationpb.Duration `protobuf:"bytes,10,opt,name=total,proto3" json:"total,omitempty"`
+	// From its arrival to its first output token; absent = it has none.
+	Ttft *durationpb.Duration `protobuf:"bytes,11,opt,name=ttft,proto3" json:"ttft,omitempty"`
+	// Tokens of its prompt.
+	NumPromptTokens uint32 `protobuf:"varint,12,opt,name=num_prompt_tokens,json=numPromptTokens,proto3" json:"num_prompt_tokens,omitempty"`
+	// Tokens of them that were found in the prefix cache.
+	NumCachedTokens uint32 `protobuf:"varint,13,opt,name=num_cached_tokens,json=numCachedTokens,proto3" json:"num_cached_tokens,omitempty"`
+	// Tokens it has produced.
+	NumOutputTokens uint32 `protobuf:"varint,14,opt,name=num_output_tokens,json=numOutputTokens,proto3" json:"num_output_tokens,omitempty"`
+	// Requests before it in the queue when it came; absent = not known.
+	NumAhead *uint32 `protobuf:"varint,15,opt,name=num_ahead,json=numAhead,proto3,oneof" json:"num_ahead,omitempty"`
+	// Requests that were given a seat while it waited for its first.
+	NumSeated uint32 `protobuf:"varint,16,opt,name=num_seated,json=numSeated,proto3" json:"num_seated,omitempty"`
+	// The last of them.
+	Seated []*Neighbour `protobuf:"bytes,17,rep,name=seated,proto3" json:"seated,omitempty"`
+	// Requests that held the seats when it was first kept waiting.
+	NumHolders uint32 `protobuf:"varint,18,opt,name=num_holders,json=numHolders,proto3" json:"num_holders,omitempty"`
+	// The first of them.
+	Holders []*Neighbour `protobuf:"bytes,19,rep,name=holders,proto3" json:"holders,omitempty"`
+	// Steps in which it computed tokens that were known.
+	NumPrefillSteps uint32 `protobuf:"varint,20,opt,name=num_prefill_steps,json=numPrefillSteps,proto3" json:"num_prefill_steps,omitempty"`
+	// Steps made while it produced output.
+	NumDecodeSteps uint32 `protobuf:"varint,21,opt,name=num_decode_steps,json=numDecodeSteps,proto3" json:"num_decode_steps,omitempty"`
+	// Time of "decode" in steps that computed prompts of others, too.
+	BesidePrefill *durationpb.Duration `protobuf:"bytes,22,opt,name=beside_prefill,json=besidePrefill,proto3" json:"beside_prefill,omitempty"`
+	// Its preemptions, the first ones where they are many.
+	Losses []*LifeLoss `protobuf:"bytes,23,rep,name=losses,proto3" json:"losses,omitempty"`
+	// How many they are.
+	NumLosses uint32 `protobuf:"varint,24,opt,name=num_losses,json=numLosses,proto3" json:"num_losses,omitempty"`
+	// Where its time went.
+	Parts []*LifePart `protobuf:"bytes,25,rep,name=parts,proto3" json:"parts,omitempty"`
+	// The same in its order, the first ones where they are many.
+	Intervals []*LifeInterval `protobuf:"bytes,26,rep,name=intervals,proto3" json:"intervals,omitempty"`
+	// How many they are.
+	NumIntervals  uint32 `protobuf:"varint,27,opt,name=num_intervals,json=numIntervals,proto3" json:"num_intervals,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequestResponse) Reset() {
+	*x = ExplainRequestResponse{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequestResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequestResponse) ProtoMessage() {}
+
+func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequestResponse.ProtoReflect.Descriptor instead.
+func (*ExplainRequestResponse) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *ExplainRequestResponse) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetClassName() string {
+	if x != nil {
+		return x.ClassName
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetEnd() string {
+	if x != nil {
+		return x.End
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetDelivered() bool {
+	if x != nil {
+		return x.Delivered
+	}
+	return false
+}
+
+func (x *ExplainRequestResponse) GetTotal() *durationpb.Duration {
+	if x != nil {
+		return x.Total
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetTtft() *durationpb.Duration {
+	if x != nil {
+		return x.Ttft
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumPromptTokens() uint32 {
+	if x != nil {
+		return x.NumPromptTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumCachedTokens() uint32 {
+	if x != nil {
+		return x.NumCachedTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumOutputTokens() uint32 {
+	if x != nil {
+		return x.NumOutputTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumAhead() uint32 {
+	if x != nil && x.NumAhead != nil {
+		return *x.NumAhead
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumSeated() uint32 {
+	if x != nil {
+		return x.NumSeated
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetSeated() []*Neighbour {
+	if x != nil {
+		return x.Seated
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumHolders() uint32 {
+	if x != nil {
+		return x.NumHolders
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetHolders() []*Neighbour {
+	if x != nil {
+		return x.Holders
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumPrefillSteps() uint32 {
+	if x != nil {
+		return x.NumPrefillSteps
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumDecodeSteps() uint32 {
+	if x != nil {
+		return x.NumDecodeSteps
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetBesidePrefill() *durationpb.Duration {
+	if x != nil {
+		return x.BesidePrefill
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetLosses() []*LifeLoss {
+	if x != nil {
+		return x.Losses
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumLosses() uint32 {
+	if x != nil {
+		return x.NumLosses
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetParts() []*LifePart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetIntervals() []*LifeInterval {
+	if x != nil {
+		return x.Intervals
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumIntervals() uint32 {
+	if x != nil {
+		return x.NumIntervals
+	}
+	return 0
+}
+
 var File_vorrang_v1_control_proto protoreflect.FileDescriptor
 
 const file_vorrang_v1_control_proto_rawDesc = "" +
@@ -1423,14 +2083,78 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\vnum_waiting\x18\x06 \x01(\rR\n" +
 	"numWaiting\x12&\n" +
 	"\x0fnum_free_blocks\x18\a \x01(\rR\rnumFreeBlocks\x12$\n" +
-	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps*\xb4\x01\n" +
+	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps\"'\n" +
+	"\x15ExplainRequestRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"l\n" +
+	"\tNeighbour\x12*\n" +
+	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05level\x18\x03 \x01(\x11R\x05level\"\x96\x01\n" +
+	"\fLifeInterval\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04gate\x18\x02 \x01(\tR\x04gate\x12/\n" +
+	"\x05begin\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x05begin\x12+\n" +
+	"\x03end\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03end\"\xc4\x01\n" +
+	"\bLifePart\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04gate\x18\x02 \x01(\tR\x04gate\x12G\n" +
+	"\x12before_first_token\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x10beforeFirstToken\x12E\n" +
+	"\x11after_first_token\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x0fafterFirstToken\"\xa2\x03\n" +
+	"\bLifeLoss\x12)\n" +
+	"\x02at\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x02at\x121\n" +
+	"\x06reason\x18\x02 \x01(\x0e2\x19.vorrang.v1.PreemptReasonR\x06reason\x127\n" +
+	"\vbeneficiary\x18\x03 \x01(\v2\x15.vorrang.v1.NeighbourR\vbeneficiary\x12\x1d\n" +
+	"\n" +
+	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x12&\n" +
+	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\x122\n" +
+	"\x15num_recomputed_tokens\x18\x06 \x01(\rR\x13numRecomputedTokens\x121\n" +
+	"\x06waited\x18\a \x01(\v2\x19.google.protobuf.DurationR\x06waited\x127\n" +
+	"\trecompute\x18\b \x01(\v2\x19.google.protobuf.DurationR\trecompute\x12\x18\n" +
+	"\aresumed\x18\t \x01(\bR\aresumed\"\xae\b\n" +
+	"\x16ExplainRequestResponse\x12*\n" +
+	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x16\n" +
+	"\x06tenant\x18\x03 \x01(\tR\x06tenant\x12\x14\n" +
+	"\x05label\x18\x04 \x01(\tR\x05label\x12\x14\n" +
+	"\x05level\x18\x05 \x01(\x11R\x05level\x12\x1d\n" +
+	"\n" +
+	"class_name\x18\x06 \x01(\tR\tclassName\x12\x14\n" +
+	"\x05phase\x18\a \x01(\tR\x05phase\x12\x10\n" +
+	"\x03end\x18\b \x01(\tR\x03end\x12\x1c\n" +
+	"\tdelivered\x18\t \x01(\bR\tdelivered\x12/\n" +
+	"\x05total\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\x05total\x12-\n" +
+	"\x04ttft\x18\v \x01(\v2\x19.google.protobuf.DurationR\x04ttft\x12*\n" +
+	"\x11num_prompt_tokens\x18\f \x01(\rR\x0fnumPromptTokens\x12*\n" +
+	"\x11num_cached_tokens\x18\r \x01(\rR\x0fnumCachedTokens\x12*\n" +
+	"\x11num_output_tokens\x18\x0e \x01(\rR\x0fnumOutputTokens\x12 \n" +
+	"\tnum_ahead\x18\x0f \x01(\rH\x00R\bnumAhead\x88\x01\x01\x12\x1d\n" +
+	"\n" +
+	"num_seated\x18\x10 \x01(\rR\tnumSeated\x12-\n" +
+	"\x06seated\x18\x11 \x03(\v2\x15.vorrang.v1.NeighbourR\x06seated\x12\x1f\n" +
+	"\vnum_holders\x18\x12 \x01(\rR\n" +
+	"numHolders\x12/\n" +
+	"\aholders\x18\x13 \x03(\v2\x15.vorrang.v1.NeighbourR\aholders\x12*\n" +
+	"\x11num_prefill_steps\x18\x14 \x01(\rR\x0fnumPrefillSteps\x12(\n" +
+	"\x10num_decode_steps\x18\x15 \x01(\rR\x0enumDecodeSteps\x12@\n" +
+	"\x0ebeside_prefill\x18\x16 \x01(\v2\x19.google.protobuf.DurationR\rbesidePrefill\x12,\n" +
+	"\x06losses\x18\x17 \x03(\v2\x14.vorrang.v1.LifeLossR\x06losses\x12\x1d\n" +
+	"\n" +
+	"num_losses\x18\x18 \x01(\rR\tnumLosses\x12*\n" +
+	"\x05parts\x18\x19 \x03(\v2\x14.vorrang.v1.LifePartR\x05parts\x126\n" +
+	"\tintervals\x18\x1a \x03(\v2\x18.vorrang.v1.LifeIntervalR\tintervals\x12#\n" +
+	"\rnum_intervals\x18\x1b \x01(\rR\fnumIntervalsB\f\n" +
+	"\n" +
+	"_num_ahead*\xb4\x01\n" +
 	"\fRequestState\x12\x1d\n" +
 	"\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n" +
 	"\x15REQUEST_STATE_PREFILL\x10\x02\x12\x18\n" +
 	"\x14REQUEST_STATE_DECODE\x10\x03\x12\x1b\n" +
 	"\x17REQUEST_STATE_PREEMPTED\x10\x04\x12\x18\n" +
-	"\x14REQUEST_STATE_PARKED\x10\x052\xda\x04\n" +
+	"\x14REQUEST_STATE_PARKED\x10\x052\xb3\x05\n" +
 	"\x0eControlService\x12T\n" +
 	"\rGetServerInfo\x12 .vorrang.v1.GetServerInfoRequest\x1a!.vorrang.v1.GetServerInfoResponse\x12B\n" +
 	"\aGetLoad\x12\x1a.vorrang.v1.GetLoadRequest\x1a\x1b.vorrang.v1.GetLoadResponse\x12Q\n" +
@@ -1438,7 +2162,8 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\rCancelRequest\x12 .vorrang.v1.CancelRequestRequest\x1a!.vorrang.v1.CancelRequestResponse\x12l\n" +
 	"\x15UpdateRequestPriority\x12(.vorrang.v1.UpdateRequestPriorityRequest\x1a).vorrang.v1.UpdateRequestPriorityResponse\x12<\n" +
 	"\x05Drain\x12\x18.vorrang.v1.DrainRequest\x1a\x19.vorrang.v1.DrainResponse\x12Y\n" +
-	"\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01BL\n" +
+	"\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01\x12W\n" +
+	"\x0eExplainRequest\x12!.vorrang.v1.ExplainRequestRequest\x1a\".vorrang.v1.ExplainRequestResponseBL\n" +
 	"\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3"
 
 var (
@@ -1454,7 +2179,7 @@ func file_vorrang_v1_control_proto_rawDescGZIP() []byte {
 }
 
 var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
 var file_vorrang_v1_control_proto_goTypes = []any{
 	(RequestState)(0),                     // 0: vorrang.v1.RequestState
 	(*GetServerInfoRequest)(nil),          // 1: vorrang.v1.GetServerInfoRequest
@@ -1475,47 +2200,72 @@ var file_vorrang_v1_control_proto_goTypes = []any{
 	(*GrantDecision)(nil),                 // 16: vorrang.v1.GrantDecision
 	(*PreemptDecision)(nil),               // 17: vorrang.v1.PreemptDecision
 	(*WatchDecisionsResponse)(nil),        // 18: vorrang.v1.WatchDecisionsResponse
-	(*Limits)(nil),                        // 19: vorrang.v1.Limits
-	(*timestamppb.Timestamp)(nil),         // 20: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 21: google.protobuf.Duration
-	(*Usage)(nil),                         // 22: vorrang.v1.Usage
-	(*Priority)(nil),                      // 23: vorrang.v1.Priority
-	(PreemptReason)(0),                    // 24: vorrang.v1.PreemptReason
+	(*ExplainRequestRequest)(nil),         // 19: vorrang.v1.ExplainRequestRequest
+	(*Neighbour)(nil),                     // 20: vorrang.v1.Neighbour
+	(*LifeInterval)(nil),                  // 21: vorrang.v1.LifeInterval
+	(*LifePart)(nil),                      // 22: vorrang.v1.LifePart
+	(*LifeLoss)(nil),                      // 23: vorrang.v1.LifeLoss
+	(*ExplainRequestResponse)(nil),        // 24: vorrang.v1.ExplainRequestResponse
+	(*Limits)(nil),                        // 25: vorrang.v1.Limits
+	(*timestamppb.Timestamp)(nil),         // 26: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 27: google.protobuf.Duration
+	(*Usage)(nil),                         // 28: vorrang.v1.Usage
+	(*Priority)(nil),                      // 29: vorrang.v1.Priority
+	(PreemptReason)(0),                    // 30: vorrang.v1.PreemptReason
 }
 var file_vorrang_v1_control_proto_depIdxs = []int32{
-	19, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
-	20, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
+	25, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
+	26, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
 	4,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
-	21, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
+	27, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
 	0,  // 4: vorrang.v1.RequestInfo.state:type_name -> vorrang.v1.RequestState
-	22, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
-	21, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	28, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
+	27, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
 	7,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
-	23, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
-	21, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	24, // 10: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
-	20, // 11: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
+	29, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
+	27, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	30, // 10: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
+	26, // 11: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
 	16, // 12: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
 	17, // 13: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
-	1,  // 14: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
-	3,  // 15: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
-	6,  // 16: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
-	9,  // 17: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
-	11, // 18: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
-	13, // 19: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
-	15, // 20: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
-	2,  // 21: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
-	5,  // 22: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
-	8,  // 23: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
-	10, // 24: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
-	12, // 25: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
-	14, // 26: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
-	18, // 27: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
-	21, // [21:28] is the sub-list for method output_type
-	14, // [14:21] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	27, // 14: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
+	27, // 15: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
+	27, // 16: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
+	27, // 17: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
+	27, // 18: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
+	30, // 19: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
+	20, // 20: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
+	27, // 21: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
+	27, // 22: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
+	27, // 23: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
+	27, // 24: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
+	20, // 25: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
+	20, // 26: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
+	27, // 27: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
+	23, // 28: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
+	22, // 29: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
+	21, // 30: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
+	1,  // 31: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
+	3,  // 32: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
+	6,  // 33: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
+	9,  // 34: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
+	11, // 35: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
+	13, // 36: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
+	15, // 37: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
+	19, // 38: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
+	2,  // 39: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
+	5,  // 40: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
+	8,  // 41: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
+	10, // 42: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
+	12, // 43: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
+	14, // 44: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
+	18, // 45: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
+	24, // 46: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
+	39, // [39:47] is the sub-list for method output_type
+	31, // [31:39] is the sub-list for method input_type
+	31, // [31:31] is the sub-list for extension type_name
+	31, // [31:31] is the sub-list for extension extendee
+	0,  // [0:31] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_control_proto_init() }
@@ -1524,13 +2274,14 @@ func file_vorrang_v1_control_proto_init() {
 		return
 	}
 	file_vorrang_v1_types_proto_init()
+	file_vorrang_v1_control_proto_msgTypes[23].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_vorrang_v1_control_proto_rawDesc), len(file_vorrang_v1_control_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   18,
+			NumMessages:   24,
 			NumExtensions: 0,
 			NumServices:   1,
 		},
