@@ -9,6 +9,7 @@ import getpass
 import os
 import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -153,6 +154,10 @@ def demo(
     gap: Annotated[int, typer.Option(min=0, help="Batch output tokens between interactive requests.")] = 160,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the server.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks of the server.")] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep the servers' decision logs there, for `vorrang trace`."),
+    ] = None,
 ) -> None:
     """Start a server and watch urgent requests overtake; then the same without priorities.
 
@@ -168,6 +173,7 @@ def demo(
             gap_tokens=gap,
             num_threads=threads,
             num_kv_blocks=kv_blocks,
+            decisions=decisions,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
