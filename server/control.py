@@ -19,6 +19,7 @@ from server.backend import Backend, server_version
 from server.explain import explained
 from server.feed import DecisionFeed, Watched
 from server.guard import Guard
+from server.happenings import happenings, preemption
 from server.session_writer import PeerGone
 from vorrang.v1 import control_pb2 as pb
 
@@ -211,11 +212,12 @@ class ControlService:
 
         Cancellation: the watcher is forgotten.
         """
-        watcher = self._feed.watch(request.num_past_steps)
+        wants_between = request.include_happenings
+        watcher = self._feed.watch(request.num_past_steps, wants_between=wants_between)
         try:
             async for watched in watcher:
                 try:
-                    await context.write(_decision(watched))
+                    await context.write(_decision(watched, with_happenings=wants_between))
                 except grpc.aio.BaseError as error:
                     raise PeerGone from error
         finally:
@@ -245,35 +247,33 @@ def _place_of(page_token: str) -> tuple[int, int]:
         raise InvalidRequest("page_token", "must come from an earlier answer", page_token) from None
 
 
-def _decision(watched: Watched) -> pb.WatchDecisionsResponse:
+def _decision(watched: Watched, *, with_happenings: bool) -> pb.WatchDecisionsResponse:
     decision: Decision = watched.decision
-    planned_at = Timestamp()
     # The engine's clock is monotonic; a step is a moment old at most when it is sent.
-    planned_at.FromNanoseconds(time.time_ns() - round((time.monotonic() - decision.now) * 1e9))
+    offset_ns = time.time_ns() - round(time.monotonic() * 1e9)
+
+    def wall(now: float) -> Timestamp:
+        at = Timestamp()
+        at.FromNanoseconds(offset_ns + round(now * 1e9))
+        return at
+
     return pb.WatchDecisionsResponse(
         step=decision.step,
-        planned_at=planned_at,
+        planned_at=wall(decision.now),
         grants=[
             pb.GrantDecision(
                 server_request_id=grant.request_id,
                 num_computed_tokens=grant.start,
                 num_tokens=grant.num_tokens,
                 level=grant.level,
+                samples=grant.output_index is not None,
             )
             for grant in decision.grants
         ],
-        preemptions=[
-            pb.PreemptDecision(
-                server_request_id=event.request_id,
-                reason=convert.preempt_reason(event.reason),
-                beneficiary_id=event.beneficiary or "",
-                num_blocks=event.num_blocks,
-                num_lost_tokens=event.num_lost_tokens,
-            )
-            for event in decision.preemptions
-        ],
+        preemptions=map(preemption, decision.preemptions),
         bound_gate=decision.gate.value if decision.gate else "",
         num_waiting=decision.num_waiting,
         num_free_blocks=decision.num_free_blocks,
         num_lost_steps=watched.num_lost,
+        happenings=happenings(watched, wall) if with_happenings else (),
     )

@@ -30,8 +30,9 @@ from engine.scheduler.decisions import (
     Record,
     Submitted,
 )
+from timeline.builder import Granted, RunBuilder
 from timeline.chrome import write
-from timeline.run import Granted, Run, RunBuilder
+from timeline.run import Run
 from timeline.show import print_account
 
 S = TypeVar("S", bound=DecisionSink)

@@ -24,6 +24,7 @@ from clients.python.errors import InvalidRequest, VorrangError
 from clients.python.events import Delta, Result
 from clients.python.explain import print_explanation
 from clients.python.request import RequestOptions
+from clients.python.watch import write_trace
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -191,6 +192,20 @@ def explain(
     """Tell where the time of a request went: what it waited for, who overtook it, what that cost."""
     console = Console() if sys.stdout.isatty() else Console(width=110)
     _run(print_explanation(target, request_id, as_json=as_json, console=console))
+
+
+@main.command()
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to watch.")] = 10.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Trace to write; open it at ui.perfetto.dev.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="PNG or SVG to draw (needs vorrang[report]).")] = None,
+    every_step: Annotated[bool, typer.Option(help="A slice for each decode, not for many at once.")] = False,
+    target: Target = DEFAULT_TARGET,
+) -> None:
+    """Watch a server for a while and write a timeline: who sat where, who waited, who gave way to whom."""
+    print(_run(write_trace(target, seconds, output, image, every_step=every_step)))  # noqa: T201
 
 
 @auth_app.command("hash-token")

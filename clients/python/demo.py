@@ -108,7 +108,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     Raises:
         ServerDied: a server did not start, or ended while it was needed.
         VorrangError: a session could not be opened.
-        OSError: the folder for the decision logs can't be made.
+        ValueError: the folder for the decision logs can't be made.
         TimeoutError: a run took longer than ``run_timeout_s``.
 
     Cancellation: stops the server it has started. SIGTERM is turned into a cancellation.
@@ -118,7 +118,10 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
     if options.decisions is not None:
-        options.decisions.mkdir(parents=True, exist_ok=True)
+        try:
+            options.decisions.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{error.filename} can't be made: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="vorrang-demo-") as folder:
         for policy in POLICIES:
             console.print(Text(f"starting a server with policy {policy} ..."), soft_wrap=True)

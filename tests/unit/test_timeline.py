@@ -15,9 +15,9 @@ from tests.support import walk
 from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
 from tests.support.trace_events import checked
+from timeline.builder import Granted, RunBuilder
 from timeline.chrome import QUEUE, SEATS, write
 from timeline.picture import PictureUnavailable, draw
-from timeline.run import Granted, RunBuilder
 
 
 class Both(MemoryLog):

@@ -90,6 +90,79 @@ func (RequestState) EnumDescriptor() ([]byte, []int) {
 	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{0}
 }
 
+// What can happen between two steps.
+type HappeningKind int32
+
+const (
+	// Never sent.
+	HappeningKind_HAPPENING_KIND_UNSPECIFIED HappeningKind = 0
+	// A request joined the queue.
+	HappeningKind_HAPPENING_KIND_ARRIVED HappeningKind = 1
+	// A request has ended.
+	HappeningKind_HAPPENING_KIND_ENDED HappeningKind = 2
+	// A request was parked.
+	HappeningKind_HAPPENING_KIND_PARKED HappeningKind = 3
+	// A parked request is to go on.
+	HappeningKind_HAPPENING_KIND_UNPARKED HappeningKind = 4
+	// A request has another level.
+	HappeningKind_HAPPENING_KIND_LEVEL_CHANGED HappeningKind = 5
+	// A request was preempted between two steps.
+	HappeningKind_HAPPENING_KIND_PREEMPTED HappeningKind = 6
+	// A step is over.
+	HappeningKind_HAPPENING_KIND_COMPUTED HappeningKind = 7
+)
+
+// Enum value maps for HappeningKind.
+var (
+	HappeningKind_name = map[int32]string{
+		0: "HAPPENING_KIND_UNSPECIFIED",
+		1: "HAPPENING_KIND_ARRIVED",
+		2: "HAPPENING_KIND_ENDED",
+		3: "HAPPENING_KIND_PARKED",
+		4: "HAPPENING_KIND_UNPARKED",
+		5: "HAPPENING_KIND_LEVEL_CHANGED",
+		6: "HAPPENING_KIND_PREEMPTED",
+		7: "HAPPENING_KIND_COMPUTED",
+	}
+	HappeningKind_value = map[string]int32{
+		"HAPPENING_KIND_UNSPECIFIED":   0,
+		"HAPPENING_KIND_ARRIVED":       1,
+		"HAPPENING_KIND_ENDED":         2,
+		"HAPPENING_KIND_PARKED":        3,
+		"HAPPENING_KIND_UNPARKED":      4,
+		"HAPPENING_KIND_LEVEL_CHANGED": 5,
+		"HAPPENING_KIND_PREEMPTED":     6,
+		"HAPPENING_KIND_COMPUTED":      7,
+	}
+)
+
+func (x HappeningKind) Enum() *HappeningKind {
+	p := new(HappeningKind)
+	*p = x
+	return p
+}
+
+func (x HappeningKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (HappeningKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_vorrang_v1_control_proto_enumTypes[1].Descriptor()
+}
+
+func (HappeningKind) Type() protoreflect.EnumType {
+	return &file_vorrang_v1_control_proto_enumTypes[1]
+}
+
+func (x HappeningKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use HappeningKind.Descriptor instead.
+func (HappeningKind) EnumDescriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{1}
+}
+
 // Asks for the server's description.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1008,9 +1081,11 @@ func (x *DrainResponse) GetNumWaiting() uint32 {
 type WatchDecisionsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps of the past to send first; 0 = none.
-	NumPastSteps  uint32 `protobuf:"varint,1,opt,name=num_past_steps,json=numPastSteps,proto3" json:"num_past_steps,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	NumPastSteps uint32 `protobuf:"varint,1,opt,name=num_past_steps,json=numPastSteps,proto3" json:"num_past_steps,omitempty"`
+	// Tell of what happens between the steps, too; steps that compute nothing are then sent when anything has.
+	IncludeHappenings bool `protobuf:"varint,2,opt,name=include_happenings,json=includeHappenings,proto3" json:"include_happenings,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *WatchDecisionsRequest) Reset() {
@@ -1050,6 +1125,113 @@ func (x *WatchDecisionsRequest) GetNumPastSteps() uint32 {
 	return 0
 }
 
+func (x *WatchDecisionsRequest) GetIncludeHappenings() bool {
+	if x != nil {
+		return x.IncludeHappenings
+	}
+	return false
+}
+
+// Something that happened between two steps.
+type Happening struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What.
+	Kind HappeningKind `protobuf:"varint,1,opt,name=kind,proto3,enum=vorrang.v1.HappeningKind" json:"kind,omitempty"`
+	// When.
+	At *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=at,proto3" json:"at,omitempty"`
+	// Id of the request, made by the server.
+	ServerRequestId string `protobuf:"bytes,3,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Its level, with ARRIVED and LEVEL_CHANGED.
+	Level int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	// Why it ended: a finish reason such as "stop", or "failed".
+	End string `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
+	// Number of the step, with COMPUTED.
+	Step uint64 `protobuf:"varint,6,opt,name=step,proto3" json:"step,omitempty"`
+	// The preemption, with PREEMPTED.
+	Preemption    *PreemptDecision `protobuf:"bytes,7,opt,name=preemption,proto3" json:"preemption,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Happening) Reset() {
+	*x = Happening{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Happening) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Happening) ProtoMessage() {}
+
+func (x *Happening) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Happening.ProtoReflect.Descriptor instead.
+func (*Happening) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Happening) GetKind() HappeningKind {
+	if x != nil {
+		return x.Kind
+	}
+	return HappeningKind_HAPPENING_KIND_UNSPECIFIED
+}
+
+func (x *Happening) GetAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.At
+	}
+	return nil
+}
+
+func (x *Happening) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *Happening) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *Happening) GetEnd() string {
+	if x != nil {
+		return x.End
+	}
+	return ""
+}
+
+func (x *Happening) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *Happening) GetPreemption() *PreemptDecision {
+	if x != nil {
+		return x.Preemption
+	}
+	return nil
+}
+
 // Tokens granted to a request in a step.
 type GrantDecision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1060,14 +1242,16 @@ type GrantDecision struct {
 	// Tokens granted.
 	NumTokens uint32 `protobuf:"varint,3,opt,name=num_tokens,json=numTokens,proto3" json:"num_tokens,omitempty"`
 	// Level in force.
-	Level         int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	Level int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	// True when an output token is sampled after them.
+	Samples       bool `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GrantDecision) Reset() {
 	*x = GrantDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1079,7 +1263,7 @@ func (x *GrantDecision) String() string {
 func (*GrantDecision) ProtoMessage() {}
 
 func (x *GrantDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1092,7 +1276,7 @@ func (x *GrantDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantDecision.ProtoReflect.Descriptor instead.
 func (*GrantDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{15}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GrantDecision) GetServerRequestId() string {
@@ -1123,6 +1307,13 @@ func (x *GrantDecision) GetLevel() int32 {
 	return 0
 }
 
+func (x *GrantDecision) GetSamples() bool {
+	if x != nil {
+		return x.Samples
+	}
+	return false
+}
+
 // A preemption in a step.
 type PreemptDecision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1142,7 +1333,7 @@ type PreemptDecision struct {
 
 func (x *PreemptDecision) Reset() {
 	*x = PreemptDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1154,7 +1345,7 @@ func (x *PreemptDecision) String() string {
 func (*PreemptDecision) ProtoMessage() {}
 
 func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1167,7 +1358,7 @@ func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PreemptDecision.ProtoReflect.Descriptor instead.
 func (*PreemptDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PreemptDecision) GetServerRequestId() string {
@@ -1225,14 +1416,16 @@ type WatchDecisionsResponse struct {
 	// KV blocks free after the step was planned.
 	NumFreeBlocks uint32 `protobuf:"varint,7,opt,name=num_free_blocks,json=numFreeBlocks,proto3" json:"num_free_blocks,omitempty"`
 	// Steps left out before this one, because the watcher read too slowly.
-	NumLostSteps  uint64 `protobuf:"varint,8,opt,name=num_lost_steps,json=numLostSteps,proto3" json:"num_lost_steps,omitempty"`
+	NumLostSteps uint64 `protobuf:"varint,8,opt,name=num_lost_steps,json=numLostSteps,proto3" json:"num_lost_steps,omitempty"`
+	// What happened since the step before, in order; only where it was asked for.
+	Happenings    []*Happening `protobuf:"bytes,9,rep,name=happenings,proto3" json:"happenings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchDecisionsResponse) Reset() {
 	*x = WatchDecisionsResponse{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1244,7 +1437,7 @@ func (x *WatchDecisionsResponse) String() string {
 func (*WatchDecisionsResponse) ProtoMessage() {}
 
 func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1257,7 +1450,7 @@ func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDecisionsResponse.ProtoReflect.Descriptor instead.
 func (*WatchDecisionsResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WatchDecisionsResponse) GetStep() uint64 {
@@ -1316,6 +1509,13 @@ func (x *WatchDecisionsResponse) GetNumLostSteps() uint64 {
 	return 0
 }
 
+func (x *WatchDecisionsResponse) GetHappenings() []*Happening {
+	if x != nil {
+		return x.Happenings
+	}
+	return nil
+}
+
 // Asks for the account of a request.
 type ExplainRequestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1327,7 +1527,7 @@ type ExplainRequestRequest struct {
 
 func (x *ExplainRequestRequest) Reset() {
 	*x = ExplainRequestRequest{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1339,7 +1539,7 @@ func (x *ExplainRequestRequest) String() string {
 func (*ExplainRequestRequest) ProtoMessage() {}
 
 func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1352,7 +1552,7 @@ func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainRequestRequest.ProtoReflect.Descriptor instead.
 func (*ExplainRequestRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ExplainRequestRequest) GetId() string {
@@ -1377,7 +1577,7 @@ type Neighbour struct {
 
 func (x *Neighbour) Reset() {
 	*x = Neighbour{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1389,7 +1589,7 @@ func (x *Neighbour) String() string {
 func (*Neighbour) ProtoMessage() {}
 
 func (x *Neighbour) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1402,7 +1602,7 @@ func (x *Neighbour) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Neighbour.ProtoReflect.Descriptor instead.
 func (*Neighbour) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Neighbour) GetServerRequestId() string {
@@ -1449,7 +1649,7 @@ type LifeInterval struct {
 
 func (x *LifeInterval) Reset() {
 	*x = LifeInterval{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1461,7 +1661,7 @@ func (x *LifeInterval) String() string {
 func (*LifeInterval) ProtoMessage() {}
 
 func (x *LifeInterval) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1474,7 +1674,7 @@ func (x *LifeInterval) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifeInterval.ProtoReflect.Descriptor instead.
 func (*LifeInterval) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *LifeInterval) GetPhase() string {
@@ -1522,7 +1722,7 @@ type LifePart struct {
 
 func (x *LifePart) Reset() {
 	*x = LifePart{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1534,7 +1734,7 @@ func (x *LifePart) String() string {
 func (*LifePart) ProtoMessage() {}
 
 func (x *LifePart) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1547,7 +1747,7 @@ func (x *LifePart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifePart.ProtoReflect.Descriptor instead.
 func (*LifePart) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LifePart) GetPhase() string {
@@ -1605,7 +1805,7 @@ type LifeLoss struct {
 
 func (x *LifeLoss) Reset() {
 	*x = LifeLoss{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1617,7 +1817,7 @@ func (x *LifeLoss) String() string {
 func (*LifeLoss) ProtoMessage() {}
 
 func (x *LifeLoss) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1630,7 +1830,7 @@ func (x *LifeLoss) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifeLoss.ProtoReflect.Descriptor instead.
 func (*LifeLoss) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LifeLoss) GetAt() *durationpb.Duration {
@@ -1759,7 +1959,7 @@ type ExplainRequestResponse struct {
 
 func (x *ExplainRequestResponse) Reset() {
 	*x = ExplainRequestResponse{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1771,7 +1971,7 @@ func (x *ExplainRequestResponse) String() string {
 func (*ExplainRequestResponse) ProtoMessage() {}
 
 func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1784,7 +1984,7 @@ func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainRequestResponse.ProtoReflect.Descriptor instead.
 func (*ExplainRequestResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ExplainRequestResponse) GetServerRequestId() string {
@@ -2056,22 +2256,34 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\vnum_running\x18\x01 \x01(\rR\n" +
 	"numRunning\x12\x1f\n" +
 	"\vnum_waiting\x18\x02 \x01(\rR\n" +
-	"numWaiting\"=\n" +
+	"numWaiting\"l\n" +
 	"\x15WatchDecisionsRequest\x12$\n" +
-	"\x0enum_past_steps\x18\x01 \x01(\rR\fnumPastSteps\"\xa0\x01\n" +
+	"\x0enum_past_steps\x18\x01 \x01(\rR\fnumPastSteps\x12-\n" +
+	"\x12include_happenings\x18\x02 \x01(\bR\x11includeHappenings\"\x8b\x02\n" +
+	"\tHappening\x12-\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x19.vorrang.v1.HappeningKindR\x04kind\x12*\n" +
+	"\x02at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x02at\x12*\n" +
+	"\x11server_request_id\x18\x03 \x01(\tR\x0fserverRequestId\x12\x14\n" +
+	"\x05level\x18\x04 \x01(\x11R\x05level\x12\x10\n" +
+	"\x03end\x18\x05 \x01(\tR\x03end\x12\x12\n" +
+	"\x04step\x18\x06 \x01(\x04R\x04step\x12;\n" +
+	"\n" +
+	"preemption\x18\a \x01(\v2\x1b.vorrang.v1.PreemptDecisionR\n" +
+	"preemption\"\xba\x01\n" +
 	"\rGrantDecision\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12.\n" +
 	"\x13num_computed_tokens\x18\x02 \x01(\rR\x11numComputedTokens\x12\x1d\n" +
 	"\n" +
 	"num_tokens\x18\x03 \x01(\rR\tnumTokens\x12\x14\n" +
-	"\x05level\x18\x04 \x01(\x11R\x05level\"\xde\x01\n" +
+	"\x05level\x18\x04 \x01(\x11R\x05level\x12\x18\n" +
+	"\asamples\x18\x05 \x01(\bR\asamples\"\xde\x01\n" +
 	"\x0fPreemptDecision\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x121\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x19.vorrang.v1.PreemptReasonR\x06reason\x12%\n" +
 	"\x0ebeneficiary_id\x18\x03 \x01(\tR\rbeneficiaryId\x12\x1d\n" +
 	"\n" +
 	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x12&\n" +
-	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\xe7\x02\n" +
+	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\x9e\x03\n" +
 	"\x16WatchDecisionsResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x129\n" +
 	"\n" +
@@ -2083,7 +2295,10 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\vnum_waiting\x18\x06 \x01(\rR\n" +
 	"numWaiting\x12&\n" +
 	"\x0fnum_free_blocks\x18\a \x01(\rR\rnumFreeBlocks\x12$\n" +
-	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps\"'\n" +
+	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps\x125\n" +
+	"\n" +
+	"happenings\x18\t \x03(\v2\x15.vorrang.v1.HappeningR\n" +
+	"happenings\"'\n" +
 	"\x15ExplainRequestRequest\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\"l\n" +
 	"\tNeighbour\x12*\n" +
@@ -2154,7 +2369,16 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\x15REQUEST_STATE_PREFILL\x10\x02\x12\x18\n" +
 	"\x14REQUEST_STATE_DECODE\x10\x03\x12\x1b\n" +
 	"\x17REQUEST_STATE_PREEMPTED\x10\x04\x12\x18\n" +
-	"\x14REQUEST_STATE_PARKED\x10\x052\xb3\x05\n" +
+	"\x14REQUEST_STATE_PARKED\x10\x05*\xfa\x01\n" +
+	"\rHappeningKind\x12\x1e\n" +
+	"\x1aHAPPENING_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16HAPPENING_KIND_ARRIVED\x10\x01\x12\x18\n" +
+	"\x14HAPPENING_KIND_ENDED\x10\x02\x12\x19\n" +
+	"\x15HAPPENING_KIND_PARKED\x10\x03\x12\x1b\n" +
+	"\x17HAPPENING_KIND_UNPARKED\x10\x04\x12 \n" +
+	"\x1cHAPPENING_KIND_LEVEL_CHANGED\x10\x05\x12\x1c\n" +
+	"\x18HAPPENING_KIND_PREEMPTED\x10\x06\x12\x1b\n" +
+	"\x17HAPPENING_KIND_COMPUTED\x10\a2\xb3\x05\n" +
 	"\x0eControlService\x12T\n" +
 	"\rGetServerInfo\x12 .vorrang.v1.GetServerInfoRequest\x1a!.vorrang.v1.GetServerInfoResponse\x12B\n" +
 	"\aGetLoad\x12\x1a.vorrang.v1.GetLoadRequest\x1a\x1b.vorrang.v1.GetLoadResponse\x12Q\n" +
@@ -2178,94 +2402,100 @@ func file_vorrang_v1_control_proto_rawDescGZIP() []byte {
 	return file_vorrang_v1_control_proto_rawDescData
 }
 
-var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 24)
+var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_vorrang_v1_control_proto_goTypes = []any{
 	(RequestState)(0),                     // 0: vorrang.v1.RequestState
-	(*GetServerInfoRequest)(nil),          // 1: vorrang.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil),         // 2: vorrang.v1.GetServerInfoResponse
-	(*GetLoadRequest)(nil),                // 3: vorrang.v1.GetLoadRequest
-	(*ClassLoad)(nil),                     // 4: vorrang.v1.ClassLoad
-	(*GetLoadResponse)(nil),               // 5: vorrang.v1.GetLoadResponse
-	(*ListRequestsRequest)(nil),           // 6: vorrang.v1.ListRequestsRequest
-	(*RequestInfo)(nil),                   // 7: vorrang.v1.RequestInfo
-	(*ListRequestsResponse)(nil),          // 8: vorrang.v1.ListRequestsResponse
-	(*CancelRequestRequest)(nil),          // 9: vorrang.v1.CancelRequestRequest
-	(*CancelRequestResponse)(nil),         // 10: vorrang.v1.CancelRequestResponse
-	(*UpdateRequestPriorityRequest)(nil),  // 11: vorrang.v1.UpdateRequestPriorityRequest
-	(*UpdateRequestPriorityResponse)(nil), // 12: vorrang.v1.UpdateRequestPriorityResponse
-	(*DrainRequest)(nil),                  // 13: vorrang.v1.DrainRequest
-	(*DrainResponse)(nil),                 // 14: vorrang.v1.DrainResponse
-	(*WatchDecisionsRequest)(nil),         // 15: vorrang.v1.WatchDecisionsRequest
-	(*GrantDecision)(nil),                 // 16: vorrang.v1.GrantDecision
-	(*PreemptDecision)(nil),               // 17: vorrang.v1.PreemptDecision
-	(*WatchDecisionsResponse)(nil),        // 18: vorrang.v1.WatchDecisionsResponse
-	(*ExplainRequestRequest)(nil),         // 19: vorrang.v1.ExplainRequestRequest
-	(*Neighbour)(nil),                     // 20: vorrang.v1.Neighbour
-	(*LifeInterval)(nil),                  // 21: vorrang.v1.LifeInterval
-	(*LifePart)(nil),                      // 22: vorrang.v1.LifePart
-	(*LifeLoss)(nil),                      // 23: vorrang.v1.LifeLoss
-	(*ExplainRequestResponse)(nil),        // 24: vorrang.v1.ExplainRequestResponse
-	(*Limits)(nil),                        // 25: vorrang.v1.Limits
-	(*timestamppb.Timestamp)(nil),         // 26: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 27: google.protobuf.Duration
-	(*Usage)(nil),                         // 28: vorrang.v1.Usage
-	(*Priority)(nil),                      // 29: vorrang.v1.Priority
-	(PreemptReason)(0),                    // 30: vorrang.v1.PreemptReason
+	(HappeningKind)(0),                    // 1: vorrang.v1.HappeningKind
+	(*GetServerInfoRequest)(nil),          // 2: vorrang.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil),         // 3: vorrang.v1.GetServerInfoResponse
+	(*GetLoadRequest)(nil),                // 4: vorrang.v1.GetLoadRequest
+	(*ClassLoad)(nil),                     // 5: vorrang.v1.ClassLoad
+	(*GetLoadResponse)(nil),               // 6: vorrang.v1.GetLoadResponse
+	(*ListRequestsRequest)(nil),           // 7: vorrang.v1.ListRequestsRequest
+	(*RequestInfo)(nil),                   // 8: vorrang.v1.RequestInfo
+	(*ListRequestsResponse)(nil),          // 9: vorrang.v1.ListRequestsResponse
+	(*CancelRequestRequest)(nil),          // 10: vorrang.v1.CancelRequestRequest
+	(*CancelRequestResponse)(nil),         // 11: vorrang.v1.CancelRequestResponse
+	(*UpdateRequestPriorityRequest)(nil),  // 12: vorrang.v1.UpdateRequestPriorityRequest
+	(*UpdateRequestPriorityResponse)(nil), // 13: vorrang.v1.UpdateRequestPriorityResponse
+	(*DrainRequest)(nil),                  // 14: vorrang.v1.DrainRequest
+	(*DrainResponse)(nil),                 // 15: vorrang.v1.DrainResponse
+	(*WatchDecisionsRequest)(nil),         // 16: vorrang.v1.WatchDecisionsRequest
+	(*Happening)(nil),                     // 17: vorrang.v1.Happening
+	(*GrantDecision)(nil),                 // 18: vorrang.v1.GrantDecision
+	(*PreemptDecision)(nil),               // 19: vorrang.v1.PreemptDecision
+	(*WatchDecisionsResponse)(nil),        // 20: vorrang.v1.WatchDecisionsResponse
+	(*ExplainRequestRequest)(nil),         // 21: vorrang.v1.ExplainRequestRequest
+	(*Neighbour)(nil),                     // 22: vorrang.v1.Neighbour
+	(*LifeInterval)(nil),                  // 23: vorrang.v1.LifeInterval
+	(*LifePart)(nil),                      // 24: vorrang.v1.LifePart
+	(*LifeLoss)(nil),                      // 25: vorrang.v1.LifeLoss
+	(*ExplainRequestResponse)(nil),        // 26: vorrang.v1.ExplainRequestResponse
+	(*Limits)(nil),                        // 27: vorrang.v1.Limits
+	(*timestamppb.Timestamp)(nil),         // 28: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 29: google.protobuf.Duration
+	(*Usage)(nil),                         // 30: vorrang.v1.Usage
+	(*Priority)(nil),                      // 31: vorrang.v1.Priority
+	(PreemptReason)(0),                    // 32: vorrang.v1.PreemptReason
 }
 var file_vorrang_v1_control_proto_depIdxs = []int32{
-	25, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
-	26, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
-	4,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
-	27, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
+	27, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
+	28, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
+	5,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
+	29, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
 	0,  // 4: vorrang.v1.RequestInfo.state:type_name -> vorrang.v1.RequestState
-	28, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
-	27, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
-	7,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
-	29, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
-	27, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	30, // 10: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
-	26, // 11: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
-	16, // 12: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
-	17, // 13: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
-	27, // 14: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
-	27, // 15: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
-	27, // 16: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
-	27, // 17: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
-	27, // 18: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
-	30, // 19: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
-	20, // 20: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
-	27, // 21: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
-	27, // 22: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
-	27, // 23: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
-	27, // 24: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
-	20, // 25: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
-	20, // 26: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
-	27, // 27: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
-	23, // 28: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
-	22, // 29: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
-	21, // 30: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
-	1,  // 31: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
-	3,  // 32: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
-	6,  // 33: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
-	9,  // 34: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
-	11, // 35: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
-	13, // 36: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
-	15, // 37: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
-	19, // 38: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
-	2,  // 39: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
-	5,  // 40: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
-	8,  // 41: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
-	10, // 42: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
-	12, // 43: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
-	14, // 44: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
-	18, // 45: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
-	24, // 46: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
-	39, // [39:47] is the sub-list for method output_type
-	31, // [31:39] is the sub-list for method input_type
-	31, // [31:31] is the sub-list for extension type_name
-	31, // [31:31] is the sub-list for extension extendee
-	0,  // [0:31] is the sub-list for field type_name
+	30, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
+	29, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	8,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
+	31, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
+	29, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	1,  // 10: vorrang.v1.Happening.kind:type_name -> vorrang.v1.HappeningKind
+	28, // 11: vorrang.v1.Happening.at:type_name -> google.protobuf.Timestamp
+	19, // 12: vorrang.v1.Happening.preemption:type_name -> vorrang.v1.PreemptDecision
+	32, // 13: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
+	28, // 14: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
+	18, // 15: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
+	19, // 16: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
+	17, // 17: vorrang.v1.WatchDecisionsResponse.happenings:type_name -> vorrang.v1.Happening
+	29, // 18: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
+	29, // 19: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
+	29, // 20: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
+	29, // 21: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
+	29, // 22: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
+	32, // 23: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
+	22, // 24: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
+	29, // 25: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
+	29, // 26: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
+	29, // 27: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
+	29, // 28: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
+	22, // 29: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
+	22, // 30: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
+	29, // 31: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
+	25, // 32: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
+	24, // 33: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
+	23, // 34: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
+	2,  // 35: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
+	4,  // 36: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
+	7,  // 37: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
+	10, // 38: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
+	12, // 39: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
+	14, // 40: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
+	16, // 41: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
+	21, // 42: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
+	3,  // 43: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
+	6,  // 44: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
+	9,  // 45: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
+	11, // 46: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
+	13, // 47: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
+	15, // 48: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
+	20, // 49: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
+	26, // 50: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
+	43, // [43:51] is the sub-list for method output_type
+	35, // [35:43] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_control_proto_init() }
@@ -2274,14 +2504,14 @@ func file_vorrang_v1_control_proto_init() {
 		return
 	}
 	file_vorrang_v1_types_proto_init()
-	file_vorrang_v1_control_proto_msgTypes[23].OneofWrappers = []any{}
+	file_vorrang_v1_control_proto_msgTypes[24].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_vorrang_v1_control_proto_rawDesc), len(file_vorrang_v1_control_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   24,
+			NumEnums:      2,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

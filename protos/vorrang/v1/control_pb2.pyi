@@ -20,12 +20,31 @@ class RequestState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REQUEST_STATE_DECODE: _ClassVar[RequestState]
     REQUEST_STATE_PREEMPTED: _ClassVar[RequestState]
     REQUEST_STATE_PARKED: _ClassVar[RequestState]
+
+class HappeningKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    HAPPENING_KIND_UNSPECIFIED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_ARRIVED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_ENDED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_PARKED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_UNPARKED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_LEVEL_CHANGED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_PREEMPTED: _ClassVar[HappeningKind]
+    HAPPENING_KIND_COMPUTED: _ClassVar[HappeningKind]
 REQUEST_STATE_UNSPECIFIED: RequestState
 REQUEST_STATE_WAITING: RequestState
 REQUEST_STATE_PREFILL: RequestState
 REQUEST_STATE_DECODE: RequestState
 REQUEST_STATE_PREEMPTED: RequestState
 REQUEST_STATE_PARKED: RequestState
+HAPPENING_KIND_UNSPECIFIED: HappeningKind
+HAPPENING_KIND_ARRIVED: HappeningKind
+HAPPENING_KIND_ENDED: HappeningKind
+HAPPENING_KIND_PARKED: HappeningKind
+HAPPENING_KIND_UNPARKED: HappeningKind
+HAPPENING_KIND_LEVEL_CHANGED: HappeningKind
+HAPPENING_KIND_PREEMPTED: HappeningKind
+HAPPENING_KIND_COMPUTED: HappeningKind
 
 class GetServerInfoRequest(_message.Message):
     __slots__ = ()
@@ -172,22 +191,44 @@ class DrainResponse(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ...) -> None: ...
 
 class WatchDecisionsRequest(_message.Message):
-    __slots__ = ("num_past_steps",)
+    __slots__ = ("num_past_steps", "include_happenings")
     NUM_PAST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
     num_past_steps: int
-    def __init__(self, num_past_steps: _Optional[int] = ...) -> None: ...
+    include_happenings: bool
+    def __init__(self, num_past_steps: _Optional[int] = ..., include_happenings: bool = ...) -> None: ...
+
+class Happening(_message.Message):
+    __slots__ = ("kind", "at", "server_request_id", "level", "end", "step", "preemption")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    LEVEL_FIELD_NUMBER: _ClassVar[int]
+    END_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    kind: HappeningKind
+    at: _timestamp_pb2.Timestamp
+    server_request_id: str
+    level: int
+    end: str
+    step: int
+    preemption: PreemptDecision
+    def __init__(self, kind: _Optional[_Union[HappeningKind, str]] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., server_request_id: _Optional[str] = ..., level: _Optional[int] = ..., end: _Optional[str] = ..., step: _Optional[int] = ..., preemption: _Optional[_Union[PreemptDecision, _Mapping]] = ...) -> None: ...
 
 class GrantDecision(_message.Message):
-    __slots__ = ("server_request_id", "num_computed_tokens", "num_tokens", "level")
+    __slots__ = ("server_request_id", "num_computed_tokens", "num_tokens", "level", "samples")
     SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LEVEL_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_FIELD_NUMBER: _ClassVar[int]
     server_request_id: str
     num_computed_tokens: int
     num_tokens: int
     level: int
-    def __init__(self, server_request_id: _Optional[str] = ..., num_computed_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., level: _Optional[int] = ...) -> None: ...
+    samples: bool
+    def __init__(self, server_request_id: _Optional[str] = ..., num_computed_tokens: _Optional[int] = ..., num_tokens: _Optional[int] = ..., level: _Optional[int] = ..., samples: bool = ...) -> None: ...
 
 class PreemptDecision(_message.Message):
     __slots__ = ("server_request_id", "reason", "beneficiary_id", "num_blocks", "num_lost_tokens")
@@ -204,7 +245,7 @@ class PreemptDecision(_message.Message):
     def __init__(self, server_request_id: _Optional[str] = ..., reason: _Optional[_Union[_types_pb2.PreemptReason, str]] = ..., beneficiary_id: _Optional[str] = ..., num_blocks: _Optional[int] = ..., num_lost_tokens: _Optional[int] = ...) -> None: ...
 
 class WatchDecisionsResponse(_message.Message):
-    __slots__ = ("step", "planned_at", "grants", "preemptions", "bound_gate", "num_waiting", "num_free_blocks", "num_lost_steps")
+    __slots__ = ("step", "planned_at", "grants", "preemptions", "bound_gate", "num_waiting", "num_free_blocks", "num_lost_steps", "happenings")
     STEP_FIELD_NUMBER: _ClassVar[int]
     PLANNED_AT_FIELD_NUMBER: _ClassVar[int]
     GRANTS_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +254,7 @@ class WatchDecisionsResponse(_message.Message):
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     NUM_LOST_STEPS_FIELD_NUMBER: _ClassVar[int]
+    HAPPENINGS_FIELD_NUMBER: _ClassVar[int]
     step: int
     planned_at: _timestamp_pb2.Timestamp
     grants: _containers.RepeatedCompositeFieldContainer[GrantDecision]
@@ -221,7 +263,8 @@ class WatchDecisionsResponse(_message.Message):
     num_waiting: int
     num_free_blocks: int
     num_lost_steps: int
-    def __init__(self, step: _Optional[int] = ..., planned_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., grants: _Optional[_Iterable[_Union[GrantDecision, _Mapping]]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptDecision, _Mapping]]] = ..., bound_gate: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_lost_steps: _Optional[int] = ...) -> None: ...
+    happenings: _containers.RepeatedCompositeFieldContainer[Happening]
+    def __init__(self, step: _Optional[int] = ..., planned_at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., grants: _Optional[_Iterable[_Union[GrantDecision, _Mapping]]] = ..., preemptions: _Optional[_Iterable[_Union[PreemptDecision, _Mapping]]] = ..., bound_gate: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_lost_steps: _Optional[int] = ..., happenings: _Optional[_Iterable[_Union[Happening, _Mapping]]] = ...) -> None: ...
 
 class ExplainRequestRequest(_message.Message):
     __slots__ = ("id",)
