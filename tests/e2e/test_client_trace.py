@@ -12,7 +12,7 @@ from engine.priority import LEVEL_MAX, LEVEL_MIN, class_of
 from server.trace import RunSink, _replayed
 from tests.support.server import HeldRunner, running_server
 from tests.support.trace_events import checked
-from tests.support.wire import open_session, settled, spec
+from tests.support.wire import TERMINAL, open_session, settled, spec
 
 pytestmark = pytest.mark.asyncio
 
@@ -46,13 +46,16 @@ async def test_what_is_watched_is_what_the_log_says(tmp_path) -> None:
         await runner.held.wait()
         await session.start("urgent", spec([7] * 8, max_tokens=4, level=-10))
         await settled(lambda: app.statistics().num_requests == 4)
-        runner.release()
-        await session.end_of("urgent")
         await session.pause("c")
         await session.reprioritize("b", 3)
-        await session.unpause("c")
-        for name in ("a", "b", "c"):
-            await session.end_of(name)
+        runner.release()
+        ended = set()
+        while len(ended) < 4:
+            frame = await session.next()
+            if frame.WhichOneof("event") in TERMINAL:
+                ended.add(frame.request_id)
+                if frame.request_id == "urgent":
+                    await session.unpause("c")
         run, num_lost = await watching
     assert num_lost == 0
     recorded = _replayed(log, RunSink).finish()
@@ -86,8 +89,7 @@ async def test_a_late_watcher_sees_who_waits_and_one_that_reads_too_slowly_loses
         await settled(lambda: app.feed.num_watchers == 2)
         await asyncio.sleep(0.2)  # it asks who waits
         runner.release()
-        for name in ("runs", "waits"):
-            await session.end_of(name)
+        await session.end_of("waits")
         run, _ = await watching
         assert [wait.kind for wait in run.waits] == ["queued"]
         assert [stay.left for stay in run.stays] == ["length", "length"]
