@@ -186,7 +186,9 @@ class LifeRecorder:
             if life is not None and life.phase == "stalled" and request_id not in idle:
                 life.enter("decode", "", reading)
         for request_id in idle:
-            life = self._alive[request_id]
+            life = self._alive.get(request_id)
+            if life is None:
+                continue
             if life.phase in ("decode", "stalled"):
                 life.enter("stalled", "", reading)
             elif life.is_seated:
