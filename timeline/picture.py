@@ -4,6 +4,7 @@ Class is told by colour and by lightness, so it survives a grey printer; the bac
 is white, so it is the same on a dark screen. Needs matplotlib, which is not in the base install.
 """
 
+from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ _ROW_HEIGHT = 0.78
 _MAX_ROWS = 24
 _WORDS = {"queued": "waits", "preempted": "was preempted", "parked": "is parked"}
 _MAX_ARROWS = 60
+#: More would take minutes, and nobody could tell them apart.
+MAX_STRETCHES = 5000
 #: Letters that fit from one side to the other.
 _LETTERS = 170
 _DPI = 150
@@ -38,13 +41,16 @@ def draw(run: Run, path: Path) -> None:
         path: a PNG, SVG or PDF, by its ending.
 
     Raises:
-        PictureUnavailable: there is no matplotlib, the ending says nothing, or nothing ever ran.
+        PictureUnavailable: there is no matplotlib, the ending says nothing, nothing ran, or too much did.
         OSError: the file can't be written.
     """
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise PictureUnavailable(f"an image must end in .png, .svg or .pdf, got {path.name!r}")
     if not run.stays:
         raise PictureUnavailable("nothing ran, so there is nothing to draw")
+    if len(run.stays) + len(run.waits) > MAX_STRETCHES:
+        rule = f"at most {MAX_STRETCHES:,} stays and waits can be drawn, and there are"
+        raise PictureUnavailable(f"{rule} {len(run.stays) + len(run.waits):,}: choose a part of the run")
     try:
         from matplotlib import rc_context
     except ImportError:
@@ -68,12 +74,12 @@ def figure(run: Run) -> "Figure":
     grid = made.add_gridspec(3, 1, height_ratios=heights)
     seats = made.add_subplot(grid[0])
     queue, counts = made.add_subplot(grid[1], sharex=seats), made.add_subplot(grid[2], sharex=seats)
+    seats.set_xlim(run.begin_s, max(run.end_s, run.begin_s + 1e-6))  # first: labels ask whether they fit
+    seats.autoscale(enable=False, axis="x")
     _draw_seats(seats, run, num_seats)
     _draw_queue(queue, run, lanes, num_lanes)
     _draw_counts(counts, run)
     _draw_cuts(made, seats, queue, run, lanes, num_seats)
-    begin_s = min([s.begin_s for s in run.stays] + [w.begin_s for w in run.waits])
-    seats.set_xlim(begin_s, run.end_s)
     for axes in (seats, queue):
         axes.tick_params(axis="x", labelbottom=False)
     _legend(made, run)
@@ -146,14 +152,12 @@ def _draw_stay(axes: "Axes", run: Run, stay: Stay) -> None:
             linewidth=0,
         )
     names = (f"{stay.request_id} goes on", stay.request_id) if stay.is_resume else (stay.request_id,)
-    _label(axes, run, stay, stay.seat, names, light=fill == _COLORS[0][0])
+    _label(axes, stay, stay.seat, names, light=fill == _COLORS[0][0])
 
 
-def _label(
-    axes: "Axes", run: Run, one: Stay | Wait, row: float, texts: tuple[str, ...], *, light: bool
-) -> bool:
+def _label(axes: "Axes", one: Stay | Wait, row: float, texts: tuple[str, ...], *, light: bool) -> bool:
     """The longest of its texts that fits inside; False when none does."""
-    share = (one.end_s - one.begin_s) / (run.end_s or 1.0)
+    share = (one.end_s - one.begin_s) / _width_s(axes)
     text = next((text for text in texts if share * _LETTERS >= len(text) + 1), None)
     if text is not None:
         axes.text(
@@ -170,23 +174,31 @@ def _label(
     return text is not None
 
 
-def _label_beside(axes: "Axes", run: Run, wait: Wait, row: float, next_s: float) -> None:
+def _label_beside(axes: "Axes", wait: Wait, row: float, next_s: float) -> None:
     """What it does, behind it, where the row has room for that until the next one."""
     text = f"{wait.request_id} comes, waits {duration(wait.end_s - wait.begin_s)}"
-    if (next_s - wait.end_s) / (run.end_s or 1.0) * _LETTERS >= len(text) + 2:
-        gap_s = run.end_s / _LETTERS / 2
+    if (next_s - wait.end_s) / _width_s(axes) * _LETTERS >= len(text) + 2:
+        gap_s = _width_s(axes) / _LETTERS / 2
         axes.text(wait.end_s + gap_s, row, text, ha="left", va="center", fontsize=8, color=_INK)
+
+
+def _width_s(axes: "Axes") -> float:
+    begin_s, end_s = axes.get_xlim()
+    return float(end_s - begin_s) or 1.0
 
 
 def _lanes(run: Run) -> dict[int, int]:
     """Rows of those that were preempted, first, then of those that waited for long enough to be seen."""
     preempted = sorted({w.lane for w in run.waits if w.kind != "queued" and w.end_s > w.begin_s})
-    shown_s = run.end_s / 400
+    shown_s = (run.end_s - run.begin_s) / 400
     others = sorted({w.lane for w in run.waits if w.end_s - w.begin_s >= shown_s} - set(preempted))
     return {lane: row for row, lane in enumerate([*preempted, *others])}
 
 
 def _draw_queue(axes: "Axes", run: Run, lanes: dict[int, int], num_rows: int) -> None:
+    begins: dict[int, list[float]] = {}
+    for wait in run.waits:
+        begins.setdefault(wait.lane, []).append(wait.begin_s)
     for wait in run.waits:
         row = lanes.get(wait.lane, num_rows)
         if row >= num_rows:
@@ -202,18 +214,15 @@ def _draw_queue(axes: "Axes", run: Run, lanes: dict[int, int], num_rows: int) ->
             linestyle="--" if is_preempted else "-",
         )
         names = (f"{wait.request_id} {_WORDS[wait.kind]}", wait.request_id)
-        if not _label(axes, run, wait, row, names, light=False) and wait.kind == "queued":
-            _label_beside(axes, run, wait, row, _next_in(run, wait))
+        if not _label(axes, wait, row, names, light=False) and wait.kind == "queued":
+            later = begins[wait.lane]
+            next_in = bisect_right(later, wait.begin_s)
+            next_s = later[next_in] if next_in < len(later) else run.end_s
+            _label_beside(axes, wait, row, next_s)
     axes.set_ylim(num_rows - 0.5, -0.5)
     axes.set_yticks([])
     axes.set_title("without a seat: waits", loc="left", fontsize=9, color=_FAINT)
     _plain(axes)
-
-
-def _next_in(run: Run, wait: Wait) -> float:
-    """When the next one waits in the same row."""
-    later = [w.begin_s for w in run.waits if w.lane == wait.lane and w.begin_s > wait.begin_s]
-    return min(later, default=run.end_s)
 
 
 def _draw_cuts(

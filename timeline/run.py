@@ -137,6 +137,12 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     end_s: float = 0.0
 
+    @property
+    def begin_s(self) -> float:
+        """When the first of its stretches begins."""
+        begins = [stay.begin_s for stay in self.stays] + [wait.begin_s for wait in self.waits]
+        return min(begins, default=0.0)
+
     def between(self, begin_s: float, end_s: float) -> "Run":
         """What happened between two times, which count from the same beginning; stretches are cut there."""
 
