@@ -17,7 +17,7 @@ def explained(account: Account) -> pb.ExplainRequestResponse:
         class_name=account.class_name,
         phase=account.phase,
         end=account.end,
-        delivered=account.delivered,
+        delivered=bool(account.delivered),
         total=convert.duration(account.total_s),
         ttft=None if account.ttft_s is None else convert.duration(account.ttft_s),
         num_prompt_tokens=account.num_prompt_tokens,

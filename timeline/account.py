@@ -38,6 +38,13 @@ GATES = {
     "in_flight": "its last token was being computed",
     "tenant": "its tenant held as many seats or blocks as it may",
 }
+#: What kept out the first of those that a waiting request stands behind, where one must tell it apart.
+GATES_OF_FIRST = {
+    "just_preempted": "the first of them had lost its seat in the same step",
+    "prefix": "the beginning of the first one's prompt was being computed for another request",
+    "in_flight": "the last token of the first of them was being computed",
+    "tenant": "the tenant of the first of them held as many seats or blocks as it may",
+}
 #: Why a request is parked.
 PARKINGS = {
     "credit": "its client had granted no more tokens",
@@ -146,7 +153,7 @@ class Account:
         class_name: of that level.
         phase: where it is, one of ``PHASES``; empty once it has ended.
         end: why it ended, such as ``stop`` or ``failed: Displaced``; empty while it lives.
-        delivered: whether its last event was written to the client.
+        delivered: whether its last event was written to the client; None = not known.
         total_s: seconds from its arrival to its end, delivery included where there was one, or to now.
         ttft_s: seconds from its arrival to its first output token; None = it has none.
         num_prompt_tokens: in its prompt.
@@ -175,7 +182,7 @@ class Account:
     class_name: str
     phase: str
     end: str
-    delivered: bool
+    delivered: bool | None
     total_s: float
     ttft_s: float | None
     num_prompt_tokens: int

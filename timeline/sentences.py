@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from timeline.account import GATES, PARKINGS, PHASES, WAITING, Account, Loss, Neighbour, Part
+from timeline.account import GATES, GATES_OF_FIRST, PARKINGS, PHASES, WAITING, Account, Loss, Neighbour, Part
 
 #: Shares below this are not worth a word.
 _SMALL_S = 5e-4
@@ -109,9 +109,9 @@ def _first_wait(account: Account) -> Iterable[str]:
     so_far = " so far" if account.phase == "queued" else ""
     line = f"It waited {duration(waited_s)} for its first seat{so_far}: {_gates(account, 'queued')}."
     if account.num_seated:
-        seated = tuple(account.seated)
+        seated = tuple({other.server_request_id: other for other in account.seated}.values())
         line += f" Meanwhile {counted(account.num_seated, 'other')} got a seat"
-        last = "" if account.num_seated <= len(seated) else "the last ones "
+        last = "" if account.num_seated <= len(seated) else "last "
         line += f": {last}{_names(len(seated), seated)}."
     yield line
 
@@ -127,7 +127,7 @@ def because(part: Part) -> str:
         return PARKINGS.get(part.gate, "it was told to")
     behind, _, gate = part.gate.partition(":")
     if behind == "behind" and gate:
-        return f"it stood behind others and {GATES.get(gate, gate)}"
+        return f"it stood behind others and {GATES_OF_FIRST.get(gate) or GATES.get(gate, gate)}"
     return GATES.get(part.gate, part.gate)
 
 
@@ -202,7 +202,10 @@ def _loss(loss: Loss) -> str:
     line += f", waited {duration(loss.waited_s)}"
     if loss.resumed:
         again = counted(loss.num_recomputed_tokens, "token")
-        line += f" and computed {again} again in {duration(loss.recompute_s)}"
+        if loss.num_recomputed_tokens:
+            line += f" and computed {again} again in {duration(loss.recompute_s)}"
+        elif loss.num_lost_tokens:
+            line += " and found them all in the prefix cache"
         return f"{line}; {duration(loss.lost_s)} lost."
     return f"{line}, and did not come back."
 
@@ -218,6 +221,8 @@ def _pauses(account: Account) -> Iterable[str]:
 
 def _end(account: Account) -> Iterable[str]:
     if not account.end:
+        return
+    if account.delivered is None:
         return
     if account.delivered:
         yield f"Its last event was written {duration(account.spent_s('delivery'))} after its end."

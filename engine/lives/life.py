@@ -46,7 +46,8 @@ class Life:
 
     __slots__ = (
         "_began", "_beside_prefill_s", "_client_id", "_delivered", "_ended_at",
-        "_first_token_at", "_gate", "_holders", "_intervals", "_label", "_losses", "_num_cached_tokens",
+        "_first_token_at", "_gate", "_holders", "_intervals", "_is_named", "_label", "_losses",
+        "_num_cached_tokens",
         "_num_decode_steps", "_num_holders", "_num_intervals", "_num_losses", "_num_prompt_tokens",
         "_num_seated", "_parts", "_seated", "_since", "_tenant", "arrival", "end", "has_started",
         "holds_blocks", "is_seated", "level", "num_ahead", "num_output_tokens", "num_prefill_steps",
@@ -68,7 +69,7 @@ class Life:
         self._began, self._since = reading.now, reading
         self._first_token_at: float | None = None
         self._ended_at: float | None = None
-        self._delivered = False
+        self._delivered = self._is_named = False
         self._intervals: list[Interval] = []
         self._num_intervals = 0
         self._parts: dict[tuple[str, str], list[float]] = {}
@@ -83,7 +84,7 @@ class Life:
 
     def named(self, client_id: str, num_ahead: int, received_at: float) -> None:
         """What the server knows: the client's id, its place in the queue, and when its frame came."""
-        self._client_id, self.num_ahead = client_id, num_ahead
+        self._client_id, self.num_ahead, self._is_named = client_id, num_ahead, True
         if received_at < self._began:
             shift = self._began - received_at
             self._intervals = [Interval("intake", "", 0.0, shift)]
@@ -181,6 +182,11 @@ class Life:
         return Neighbour(self.request_id, self._client_id, self.level)
 
     @property
+    def has_output(self) -> bool:
+        """Whether it has an output token."""
+        return self._first_token_at is not None
+
+    @property
     def client_id(self) -> str:
         """The id its client chose; may be empty."""
         return self._client_id
@@ -203,7 +209,7 @@ class Life:
             class_name=class_of(self.level).name,
             phase="" if self.end else self.phase,
             end=self.end,
-            delivered=self._delivered,
+            delivered=self._delivered if self._is_named else None,
             total_s=total_s,
             ttft_s=None if first is None else first - self._began,
             num_prompt_tokens=self._num_prompt_tokens,

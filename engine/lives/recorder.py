@@ -164,7 +164,9 @@ class LifeRecorder:
                 self._seat(life)
             if start >= life.recompute_until:
                 life.caught_up(reading.now)
-            if life.phase == "returning" and output_index and not life.recompute_until:
+            if (
+                life.has_output and not life.recompute_until
+            ):  # it came back with its blocks, or found them all
                 life.enter("decode", "", reading)
                 del self._watched[request_id]
             else:

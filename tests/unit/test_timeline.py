@@ -186,6 +186,7 @@ def test_a_log_becomes_a_timeline_and_a_story_and_wrong_usage_is_one_line(tmp_pa
     story = run("explain", str(log), victim)
     assert story.exit_code == 0, story.stderr
     assert "gave way to question (level -10), which needed a seat" in " ".join(story.stdout.split())
+    assert "Its last event" not in story.stdout  # a log does not know
     as_json = run("explain", str(log), "question", "--json")
     assert json.loads(as_json.stdout)["num_output_tokens"] == 3
     for arguments, rule in (
