@@ -1,6 +1,6 @@
 """Run the demo and draw the timeline of its `priority` half into docs/pictures/timeline.png.
 
-Usage: python tools/timeline.py [--log FILE] [DEMO OPTIONS]. With --log no demo is run.
+Usage: python tools/timeline_picture.py [--log FILE] [DEMO OPTIONS]. With --log no demo is run.
 """
 
 import argparse
