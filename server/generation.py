@@ -90,6 +90,7 @@ class GenerationService:
             async for event in ticket.handle.events():
                 flow.update(ticket.handle.num_buffered_tokens)
                 if isinstance(event, Failed):
+                    self._backend.delivered(ticket.handle.request_id)  # as the call's status
                     raise EndedCall(event.error, convert.usage(event.usage))
                 if isinstance(event, Finished):
                     _check_time(event, context)
@@ -125,6 +126,7 @@ class GenerationService:
                         _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))
                     case Failed():
+                        self._backend.delivered(ticket.handle.request_id)  # as the call's status
                         raise EndedCall(event.error, convert.usage(event.usage))
         finally:
             self._settle(ticket, context)

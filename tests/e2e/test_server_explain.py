@@ -178,3 +178,24 @@ async def test_single_calls_are_explained_by_the_id_they_gave_and_unknown_ids_ar
         account = await explain(client, "streamed")
         assert account.delivered
         assert account.spent_s("intake") > 0
+
+
+@pytest.mark.asyncio
+async def test_a_request_that_failed_says_why_and_that_its_client_was_told() -> None:
+    runner = HeldRunner(64, 16)
+    settings = {"scheduler.max_running_requests": 1, "scheduler.max_waiting_requests": 1}
+    async with running_server(settings, runner=runner) as app, VorrangClient(app.address) as client:
+        runner.hold()
+        options = {"token_ids": [1], "max_tokens": 2, "temperature": 0.0}
+        runs = asyncio.create_task(client.generate(**options))
+        await runner.held.wait()
+        waits = asyncio.create_task(client.generate(priority="batch", request_id="displaced", **options))
+        await settled(lambda: app.statistics().num_requests == 2)
+        urgent = asyncio.create_task(client.generate(priority="interactive", **options))
+        with pytest.raises(RequestFailed):
+            await waits
+        runner.release()
+        await asyncio.gather(runs, urgent)
+        account = await explain(client, "displaced")
+        assert (account.end, account.delivered, account.ttft_s) == ("failed: Displaced", True, None)
+        assert account.spent_s("queued") > 0
