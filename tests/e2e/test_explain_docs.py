@@ -26,10 +26,10 @@ def use(address):
     async def go():
         async with VorrangClient(address) as client, client.session() as session:
             settings = {"temperature": 0.0, "token_ids": [1] * 20}
-            report = await session.start(request_id="my-report", priority="batch", max_tokens=40, **settings)
+            essay = await session.start(request_id="essay", priority="batch", max_tokens=40, **settings)
             await asyncio.sleep(0.2)
             question = await session.start(priority="interactive", max_tokens=8, **settings)
-            await asyncio.gather(report.result(), question.result())
+            await asyncio.gather(essay.result(), question.result())
 
     asyncio.run(go())
 
@@ -68,7 +68,7 @@ def test_the_commands_do_what_the_page_says(tmp_path, monkeypatch) -> None:
     assert told.keys() == set(COMMANDS[1:])
     checked((tmp_path / "trace.json").read_text())
     assert (tmp_path / "timeline.png").exists()
-    story = told["vorrangctl explain my-report"]
+    story = told["vorrangctl explain essay"]
     assert "preempted once" in " ".join(story.split())
     example = re.search(r"```text\n(.*?)```", TEXT, re.DOTALL)[1]
     for line in ("TTFT ", "TPOT ", "It was preempted once", "in all", "Its last event was written"):
