@@ -218,6 +218,8 @@ class LifeRecorder:
 
     def _committed(self, step: int, events: tuple[SchedulerEvent, ...], now: float) -> None:
         landing = self._landing.pop(step, None)
+        for older in [number for number in self._landing if number < step]:
+            del self._landing[older]  # it was left out: nobody it was for is alive
         ends = _ends(events)
         if landing is None and not ends:
             return
