@@ -91,12 +91,18 @@ def _title(run: Run) -> str:
     first = _telling(run)
     if first is None:
         return "Who sat on which seat of the running batch"
-    wait = Paths(run).before(first)
+    paths = Paths(run)
+    wait, gap, taken = paths.before(first), paths.gap(first), paths.taken(first)
     waited = f" {duration(wait.end_s - wait.begin_s)} later" if wait is not None else ""
-    return (
-        f"No seat is free when urgent {first.beneficiary} comes:{waited} {first.victim} gives way, "
-        f"and goes on once {first.beneficiary} is done"
-    )
+    is_after = gap is not None and taken is not None and taken.end_s <= gap.end_s
+    when = f"once {first.beneficiary} is done" if is_after else "later"
+    urgent = f"{_urgency_of(first, run)}{first.beneficiary}"
+    return f"No seat is free when {urgent} comes:{waited} {first.victim} gives way, and goes on {when}"
+
+
+def _urgency_of(cut: Cut, run: Run) -> str:
+    wait = Paths(run).before(cut)
+    return "urgent " if wait is not None and wait.class_name == run.classes[0] else ""
 
 
 def _telling(run: Run) -> Cut | None:

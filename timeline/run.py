@@ -197,6 +197,10 @@ class Paths:
         """The stay that ended a wait."""
         return self._first(self._stays.get(gap.request_id), lambda s: s.begin_s == gap.end_s)
 
+    def taken(self, cut: Cut) -> Stay | None:
+        """The beneficiary's stay that began with it."""
+        return self._first(self._stays.get(cut.beneficiary), lambda s: s.begin_s == cut.at_s)
+
     def before(self, cut: Cut) -> Wait | None:
         """The beneficiary's wait that it ended."""
         return self._first(self._waits.get(cut.beneficiary), lambda w: w.begin_s < cut.at_s == w.end_s)

@@ -1,6 +1,6 @@
 """Run the demo and draw the timeline of its `priority` half into docs/pictures/timeline.png.
 
-Usage: python tools/timeline_picture.py [--log FILE] [DEMO OPTIONS]. With --log no demo is run.
+Usage: PYTHONPATH=.:protos python tools/timeline_picture.py [--log FILE] [DEMO OPTIONS]. With --log no demo is run.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from server.trace import trace
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs/pictures/timeline.png"
 #: Small enough that every name can be read.
-DEMO = ("--batch", "6", "--interactive", "3", "--max-tokens", "64", "--gap", "70")
+DEMO = ("--seats", "3", "--batch", "5", "--interactive", "2", "--max-tokens", "40", "--gap", "45")
 
 
 def main() -> None:
