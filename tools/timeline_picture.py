@@ -1,6 +1,7 @@
 """Run the demo and draw the timeline of its `priority` half into docs/pictures/timeline.png.
 
-Usage: PYTHONPATH=.:protos python tools/timeline_picture.py [--log FILE] [DEMO OPTIONS]. With --log no demo is run.
+Usage: PYTHONPATH=.:protos python tools/timeline_picture.py [--log FILE] [DEMO OPTIONS]
+With --log no demo is run.
 """
 
 import argparse
