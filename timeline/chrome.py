@@ -119,13 +119,13 @@ def _arrows(paths: Paths, number: int, cut: Cut) -> Iterator[dict[str, Any]]:
     args |= {"lost tokens": str(cut.num_lost_tokens)}
     end_of_stay = _end(lost, SEATS, lost.seat)
     if wait is not None:
-        yield from _arrow(f"{number}a", "gives way to", _end(wait, QUEUE, wait.lane), end_of_stay, args)
+        yield from _arrow(3 * number, "gives way to", _end(wait, QUEUE, wait.lane), end_of_stay, args)
     if gap is not None:
-        yield from _arrow(f"{number}b", "preempted", end_of_stay, _begin(gap, QUEUE, gap.lane), args)
+        yield from _arrow(3 * number + 1, "preempted", end_of_stay, _begin(gap, QUEUE, gap.lane), args)
         resumed = paths.resumed(gap)
         if resumed is not None:
             begin_of_stay = _begin(resumed, SEATS, resumed.seat)
-            yield from _arrow(f"{number}c", "resumes", _end(gap, QUEUE, gap.lane), begin_of_stay, args)
+            yield from _arrow(3 * number + 2, "resumes", _end(gap, QUEUE, gap.lane), begin_of_stay, args)
 
 
 _Place = tuple[float, int, int]
@@ -140,7 +140,7 @@ def _end(one: Stay | Wait, pid: int, row: int) -> _Place:
 
 
 def _arrow(
-    arrow: str, name: str, tail: _Place, head: _Place, args: dict[str, str]
+    arrow: int, name: str, tail: _Place, head: _Place, args: dict[str, str]
 ) -> Iterator[dict[str, Any]]:
     at_s = min(tail[0], head[0])  # it never points back in time
     for phase, (begin_s, pid, tid) in (("s", (at_s, *tail[1:])), ("f", head)):
