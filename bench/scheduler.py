@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.decisions.file import DecisionFile
+from engine.lives.recorder import LifeRecorder
 from engine.request import Request, RequestId, RequestSpec
 from engine.sampling import SamplingParams
 from engine.scheduler.commands import Finish
@@ -29,7 +30,7 @@ from engine.scheduler.decisions import DecisionRing, DecisionSink, RecordingSche
 from engine.scheduler.plan import StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
-from server.feed import DecisionFeed
+from server.feed import DecisionFeed, Sinks
 from server.metrics import Metrics
 
 PROMPT_TOKENS = 128
@@ -128,7 +129,7 @@ def measure_recording(repeats: int) -> dict[str, float]:
 
 
 def measure_observing(repeats: int) -> dict[str, float]:
-    """Microseconds that metrics add to a step, and decisions kept for watchers to plan and commit."""
+    """Microseconds that metrics add to a step, and what is kept of decisions to plan and commit."""
     figures = {}
     for num_running in (16, 256):
         scheduler, metrics = scheduler_with(num_running, 0), Metrics()
@@ -148,6 +149,8 @@ def measure_observing(repeats: int) -> dict[str, float]:
         plain = step_us(scheduler_with(num_running, 0), repeats)
         watched = step_us(scheduler_with(num_running, 0, sink=feed), repeats)
         figures[f"decisions kept, {num_running} running"] = watched - plain
+        both = step_us(scheduler_with(num_running, 0, sink=Sinks([LifeRecorder(64), feed])), repeats)
+        figures[f"lives kept, too, {num_running} running"] = both - watched
     return figures
 
 

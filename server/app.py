@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from engine.decisions.file import DecisionFile
+from engine.lives.recorder import LifeRecorder
 from engine.loop import Engine
 from engine.observer import EngineObserver, all_of
 from engine.request import FinishReason
@@ -115,12 +116,14 @@ class App:
         self._check_integrity = check_integrity
         self.metrics = Metrics()
         self._rates = TokenRates(settings.tenants, time.monotonic)
+        self.lives = LifeRecorder(settings.control.past_requests) if settings.control.enabled else None
         self.backend = Backend(
             settings.server,
             settings.model.name,
             sessions=settings.session,
             rates=self._rates,
             metrics=self.metrics,
+            lives=self.lives,
         )
         self.health = Health()
         self.address = ""
@@ -248,10 +251,10 @@ class App:
         return loaded if isinstance(loaded, Loaded) else await loaded
 
     def _sink(self) -> DecisionSink | None:
-        """Who is told of decisions: the log's file, and those who watch."""
+        """Who is told of decisions: the log's file, who keeps lives, and those who watch."""
         sinks: list[DecisionSink] = [] if self._decisions is None else [self._decisions]
-        if self._settings.control.enabled:
-            sinks.append(self.feed)
+        if self.lives is not None:
+            sinks += [self.lives, self.feed]
         return Sinks(sinks) if sinks else None
 
     def _observer(self) -> EngineObserver | None:

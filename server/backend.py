@@ -19,6 +19,7 @@ import structlog
 
 from engine.errors import Draining, VorrangError
 from engine.handle import RequestHandle
+from engine.lives.recorder import LifeRecorder
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
@@ -75,6 +76,7 @@ class Backend:
         sessions: what sessions may cost, and how long lost ones are kept.
         rates: tokens a second by tenant; None = no limits.
         metrics: is told of refusals; None = its own.
+        lives: keeps where the time of requests went; None = nobody does.
     """
 
     def __init__(
@@ -85,11 +87,13 @@ class Backend:
         sessions: SessionSection | None = None,
         rates: TokenRates | None = None,
         metrics: Metrics | None = None,
+        lives: LifeRecorder | None = None,
     ) -> None:
         self.settings = settings
         self.session_settings = sessions or SessionSection()
         self.registry = Registry(self.session_settings)
         self.metrics = metrics or Metrics()
+        self.lives = lives
         self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
         self.sessions: set[Drainable] = set()
@@ -176,17 +180,18 @@ class Backend:
         on_ready: Callable[[RequestHandle], None] | None = None,
         *,
         deadline: float | None = None,
+        received_at: float | None = None,
     ) -> Ticket:
         """Give a request of the caller's to the engine, at the level its tenant may have.
 
-        ``deadline`` is the caller's own, on the engine's clock.
+        ``deadline`` is the caller's own, ``received_at`` is when it asked, on the engine's clock.
 
         Raises:
             TokenRateExceeded: its tenant has used its tokens.
             VorrangError: the engine refuses it, see ``Engine.submit``.
         """
         with self._refusals_counted():
-            return self._submit(draft, token_ids, level, client_request_id, on_ready, deadline)
+            return self._submit(draft, token_ids, level, client_request_id, on_ready, deadline, received_at)
 
     def _submit(
         self,
@@ -196,6 +201,7 @@ class Backend:
         client_request_id: str,
         on_ready: Callable[[RequestHandle], None] | None,
         deadline: float | None,
+        received_at: float | None,
     ) -> Ticket:
         engine, caller = self.engine, CALLER.get()
         self._rates.check(caller.tenant)
@@ -212,6 +218,9 @@ class Backend:
         if caller.tenant:
             spec = dataclasses.replace(spec, tenant=caller.tenant, cache_salt=caller.tenant)
         handle = engine.submit(spec, on_ready)
+        if self.lives is not None:
+            came = engine.now() if received_at is None else received_at
+            self.lives.named(request_id, client_request_id, handle.queue_position, came)
         log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
         ticket = Ticket(
             handle,
@@ -230,6 +239,16 @@ class Backend:
         """Forget a request; one that has not ended is ended for ``reason``. May be called twice."""
         ticket.handle.cancel(reason)
         self._tickets.pop(ticket.handle.request_id, None)
+
+    def parking(self, request_id: RequestId, why: str) -> None:
+        """A request is about to be parked."""
+        if self.lives is not None:
+            self.lives.parking(request_id, why)
+
+    def delivered(self, request_id: RequestId) -> None:
+        """The last event of a request was written."""
+        if self.lives is not None:
+            self.lives.delivered(request_id, self.engine.now())
 
     def ended(self, tenant: str, request: LiveRequest) -> None:
         """A request of a session has its last frame; it is kept for a while, unless it never ran."""

@@ -268,6 +268,60 @@ def healthcheck(
     sys.exit(0 if status == "SERVING" else 1)
 
 
+@main.command()
+def trace(
+    log: Annotated[Path, typer.Argument(help="A decision log, of `vorrang serve --record-decisions`.")],
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Trace to write; open it at ui.perfetto.dev.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="PNG or SVG to draw (needs vorrang[report]).")] = None,
+    every_step: Annotated[bool, typer.Option(help="A slice for each decode, not for many at once.")] = False,
+    window: Annotated[
+        str | None, typer.Option(metavar="BEGIN:END", help="Only these seconds of the run, such as 2.5:4.")
+    ] = None,
+) -> None:
+    """Turn a decision log into a timeline: who sat where, who waited, who gave way to whom."""
+    from engine.errors import VorrangError
+    from server.trace import trace as make
+    from timeline.picture import PictureUnavailable
+
+    try:
+        print(make(log, output, image, every_step=every_step, window=_window(window)))  # noqa: T201
+    except (VorrangError, PictureUnavailable) as error:
+        _fail(str(error))
+    except OSError as error:
+        _fail(f"{error.filename} can't be written: {error.strerror}")
+
+
+@main.command()
+def explain(
+    log: Annotated[Path, typer.Argument(help="A decision log, of `vorrang serve --record-decisions`.")],
+    request_id: Annotated[str, typer.Argument(help="The server's id of a request, such as r12.")],
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Tell where the time of a request of a decision log went; `vorrangctl explain` asks a server."""
+    from engine.errors import VorrangError
+    from server.trace import explain as tell
+
+    try:
+        tell(log, request_id, as_json=as_json)
+    except VorrangError as error:
+        _fail(str(error))
+
+
+def _window(text: str | None) -> tuple[float, float] | None:
+    if text is None:
+        return None
+    begin, _, end = text.partition(":")
+    try:
+        found = float(begin or 0), float(end or "inf")
+    except ValueError:
+        found = 0.0, 0.0
+    if not 0 <= found[0] < found[1]:
+        _fail(f"--window must be BEGIN:END in seconds, such as 2.5:4, got {text!r}")
+    return found
+
+
 @main.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
     add_help_option=False,

@@ -1,5 +1,6 @@
 """ControlService: what operators see and steer. Sees every tenant; the guard lets operators in alone."""
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +16,10 @@ from engine.request import RequestId, RequestStatus
 from engine.scheduler.decisions import Decision
 from server import convert
 from server.backend import Backend, server_version
+from server.explain import explained
 from server.feed import DecisionFeed, Watched
 from server.guard import Guard
+from server.happenings import happenings, preemption
 from server.session_writer import PeerGone
 from vorrang.v1 import control_pb2 as pb
 
@@ -63,6 +66,7 @@ class ControlService:
             ("CancelRequest", self.cancel_request),
             ("UpdateRequestPriority", self.update_request_priority),
             ("Drain", self.drain),
+            ("ExplainRequest", self.explain_request),
         ):
             request_class, response_class = (getattr(pb, f"{name}{kind}") for kind in ("Request", "Response"))
             methods[name] = grpc.unary_unary_rpc_method_handler(
@@ -182,6 +186,24 @@ class ControlService:
         self._drain(grace_s)
         return pb.DrainResponse(num_running=now.num_running, num_waiting=now.num_waiting)
 
+    async def explain_request(self, request: pb.ExplainRequestRequest, _: Any) -> pb.ExplainRequestResponse:
+        """Where the time of a request went, by the server's id or the client's.
+
+        Raises:
+            InvalidRequest: no id.
+            UnknownRequest: it never was, or ended too long ago.
+        """
+        if not request.id:
+            raise InvalidRequest("id", "must be given", request.id)
+        engine, lives = self._backend.engine, self._backend.lives
+        account = None if lives is None else lives.account(request.id, engine.now())
+        if account is None:
+            raise UnknownRequest(request.id[:80])
+        ticket = self._backend.find(RequestId(account.server_request_id))
+        if ticket is not None and not account.end:
+            account = dataclasses.replace(account, num_output_tokens=ticket.handle.num_output_tokens)
+        return explained(account)
+
     async def watch_decisions(self, request: pb.WatchDecisionsRequest, context: Any) -> None:
         """Steps as they are planned, until the client leaves or the server ends.
 
@@ -190,11 +212,12 @@ class ControlService:
 
         Cancellation: the watcher is forgotten.
         """
-        watcher = self._feed.watch(request.num_past_steps)
+        wants_between = request.include_happenings
+        watcher = self._feed.watch(request.num_past_steps, wants_between=wants_between)
         try:
             async for watched in watcher:
                 try:
-                    await context.write(_decision(watched))
+                    await context.write(_decision(watched, with_happenings=wants_between))
                 except grpc.aio.BaseError as error:
                     raise PeerGone from error
         finally:
@@ -224,35 +247,33 @@ def _place_of(page_token: str) -> tuple[int, int]:
         raise InvalidRequest("page_token", "must come from an earlier answer", page_token) from None
 
 
-def _decision(watched: Watched) -> pb.WatchDecisionsResponse:
+def _decision(watched: Watched, *, with_happenings: bool) -> pb.WatchDecisionsResponse:
     decision: Decision = watched.decision
-    planned_at = Timestamp()
     # The engine's clock is monotonic; a step is a moment old at most when it is sent.
-    planned_at.FromNanoseconds(time.time_ns() - round((time.monotonic() - decision.now) * 1e9))
+    offset_ns = time.time_ns() - round(time.monotonic() * 1e9)
+
+    def wall(now: float) -> Timestamp:
+        at = Timestamp()
+        at.FromNanoseconds(offset_ns + round(now * 1e9))
+        return at
+
     return pb.WatchDecisionsResponse(
         step=decision.step,
-        planned_at=planned_at,
+        planned_at=wall(decision.now),
         grants=[
             pb.GrantDecision(
                 server_request_id=grant.request_id,
                 num_computed_tokens=grant.start,
                 num_tokens=grant.num_tokens,
                 level=grant.level,
+                samples=grant.output_index is not None,
             )
             for grant in decision.grants
         ],
-        preemptions=[
-            pb.PreemptDecision(
-                server_request_id=event.request_id,
-                reason=convert.preempt_reason(event.reason),
-                beneficiary_id=event.beneficiary or "",
-                num_blocks=event.num_blocks,
-                num_lost_tokens=event.num_lost_tokens,
-            )
-            for event in decision.preemptions
-        ],
+        preemptions=map(preemption, decision.preemptions),
         bound_gate=decision.gate.value if decision.gate else "",
         num_waiting=decision.num_waiting,
         num_free_blocks=decision.num_free_blocks,
         num_lost_steps=watched.num_lost,
+        happenings=happenings(watched, wall) if with_happenings else (),
     )

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from engine.scheduler.decisions import Decision, DecisionSink, Origin, Planned, Record
 from server.errors import TooManyCalls
 
+#: Calls between two steps, or in lost ones, that are kept for a watcher; older ones are lost.
+MAX_BETWEEN = 4096
+
 
 @dataclass(frozen=True, slots=True)
 class Watched:
@@ -20,10 +23,12 @@ class Watched:
     Attributes:
         decision: what was decided.
         num_lost: steps before it that this watcher lost.
+        between: calls since the step before, for a watcher that asked for them; those of lost steps are kept.
     """
 
     decision: Decision
     num_lost: int
+    between: tuple[Record, ...] = ()
 
 
 class Watcher:
@@ -32,23 +37,28 @@ class Watcher:
     Args:
         past: steps to begin with.
         max_steps: steps kept for it.
+        wants_between: whether it wants to know what happens between the steps.
     """
 
-    def __init__(self, past: Sequence[Decision], max_steps: int) -> None:
-        self._steps: deque[Decision] = deque(past)
+    def __init__(self, past: Sequence[Decision], max_steps: int, *, wants_between: bool = False) -> None:
+        self.wants_between = wants_between
+        self._steps: deque[tuple[Decision, tuple[Record, ...]]] = deque((step, ()) for step in past)
         self._max_steps = max(max_steps, len(past))
         self._num_lost = 0
+        self._lost: tuple[Record, ...] = ()
         self._filled = asyncio.Event()
         self._ended = False
         if past:
             self._filled.set()
 
-    def put(self, decision: Decision) -> None:
+    def put(self, decision: Decision, between: tuple[Record, ...] = ()) -> None:
         """Add a step; the oldest is lost when too many wait."""
         if len(self._steps) >= self._max_steps:
-            self._steps.popleft()
+            _, lost = self._steps.popleft()
             self._num_lost += 1
-        self._steps.append(decision)
+            if lost:
+                self._lost = (*self._lost, *lost)[-MAX_BETWEEN:]
+        self._steps.append((decision, between))
         self._filled.set()
 
     def end(self) -> None:
@@ -66,15 +76,17 @@ class Watcher:
                 raise StopAsyncIteration
             self._filled.clear()
             await self._filled.wait()
-        watched = Watched(self._steps.popleft(), self._num_lost)
-        self._num_lost = 0
+        decision, between = self._steps.popleft()
+        watched = Watched(decision, self._num_lost, (*self._lost, *between) if self._lost else between)
+        self._num_lost, self._lost = 0, ()
         return watched
 
 
 class DecisionFeed:
     """A sink that keeps the last steps and hands every step to who watches.
 
-    Steps in which nothing was granted and nobody was preempted are passed over.
+    Steps in which nothing was granted and nobody was preempted are passed over, unless a
+    watcher wants to know what happens between the steps, and something has.
 
     Args:
         past_steps: how many to keep.
@@ -87,6 +99,7 @@ class DecisionFeed:
         self._max_watchers = max_watchers
         self._max_watcher_steps = max_watcher_steps
         self._watchers: set[Watcher] = set()
+        self._between: deque[Record] = deque(maxlen=MAX_BETWEEN)
         self._closed = False
 
     @property
@@ -105,15 +118,26 @@ class DecisionFeed:
     def record(self, record: Record) -> None:
         """Keep a plan; other calls are passed over."""
         if not isinstance(record.call, Planned):
+            if any(watcher.wants_between for watcher in self._watchers):
+                self._between.append(record)
             return
         decision = record.call.decision
-        if decision is None or not (decision.grants or decision.events):
+        if decision is None:
             return
-        self._past.append(decision)
+        is_step = bool(decision.grants or decision.events)
+        if is_step:
+            self._past.append(decision)
+        if not is_step and not self._between:
+            return
+        between = tuple(self._between)
+        self._between.clear()
         for watcher in self._watchers:
-            watcher.put(decision)
+            if watcher.wants_between:
+                watcher.put(decision, between)
+            elif is_step:
+                watcher.put(decision)
 
-    def watch(self, num_past_steps: int) -> Watcher:
+    def watch(self, num_past_steps: int, *, wants_between: bool = False) -> Watcher:
         """Watch from now on; ``leave`` must follow.
 
         Raises:
@@ -122,7 +146,7 @@ class DecisionFeed:
         if len(self._watchers) >= self._max_watchers:
             raise TooManyCalls("watchers of decisions", str(self._max_watchers))
         past = tuple(self._past)[max(0, len(self._past) - num_past_steps) :]
-        watcher = Watcher(past, self._max_watcher_steps)
+        watcher = Watcher(past, self._max_watcher_steps, wants_between=wants_between)
         if self._closed:
             watcher.end()
         self._watchers.add(watcher)

@@ -23,6 +23,7 @@ class Flow:
         max_unsent_tokens: output tokens that may wait for the transport.
         slow_client_timeout_s: seconds without credit, or with as many waiting as may, until it fails.
         on_stall: called whenever want of credit parks it.
+        on_park: called whenever it is parked, with the reason: ``credit``, ``reader`` or ``paused``.
     """
 
     def __init__(
@@ -33,9 +34,11 @@ class Flow:
         max_unsent_tokens: int,
         slow_client_timeout_s: float,
         on_stall: Callable[[], None] = lambda: None,
+        on_park: Callable[[str], None] = lambda _: None,
     ) -> None:
         self._handle = handle
         self._on_stall = on_stall
+        self._on_park = on_park
         self._granted_tokens = granted_tokens
         self._max_unsent_tokens = max_unsent_tokens
         self._timeout_s = slow_client_timeout_s
@@ -115,8 +118,10 @@ class Flow:
         if (parked := waits_for_reader or paused) is not self._parked:
             self._parked = parked
             (self._handle.park if parked else self._handle.unpark)()
-            if parked and self.out_of_credit:
-                self._on_stall()
+            if parked:
+                self._on_park("credit" if self.out_of_credit else "reader" if self._full else "paused")
+                if self.out_of_credit:
+                    self._on_stall()
         if not (waits_for_reader and self._watched and not paused):
             self._stop_timer()
         elif self._timer is None:

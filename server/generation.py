@@ -81,6 +81,7 @@ class GenerationService:
             granted_tokens=None,  # a call has no frames to grant with: what it does not read parks it
             max_unsent_tokens=self._backend.engine.max_buffered_tokens,
             slow_client_timeout_s=self._backend.session_settings.slow_client_timeout_s,
+            on_park=lambda why: self._backend.parking(ticket.handle.request_id, why),
         )
         flows.append(flow)
         try:
@@ -89,6 +90,7 @@ class GenerationService:
             async for event in ticket.handle.events():
                 flow.update(ticket.handle.num_buffered_tokens)
                 if isinstance(event, Failed):
+                    self._backend.delivered(ticket.handle.request_id)  # as the call's status
                     raise EndedCall(event.error, convert.usage(event.usage))
                 if isinstance(event, Finished):
                     _check_time(event, context)
@@ -97,6 +99,7 @@ class GenerationService:
                 ignored = ticket.accepted.priority_ignored
                 convert.fill_event(frame, event, priority_ignored=ignored)
                 await _write(context, frame)
+            self._backend.delivered(ticket.handle.request_id)
         finally:
             flow.close()
             self._settle(ticket, context)
@@ -123,10 +126,12 @@ class GenerationService:
                         _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))
                     case Failed():
+                        self._backend.delivered(ticket.handle.request_id)  # as the call's status
                         raise EndedCall(event.error, convert.usage(event.usage))
         finally:
             self._settle(ticket, context)
         response.text = "".join(pieces)
+        self._backend.delivered(ticket.handle.request_id)
         return response
 
     async def tokenize(self, request: gen.TokenizeRequest, _: Any) -> gen.TokenizeResponse:
@@ -171,6 +176,7 @@ class GenerationService:
         context: Any,
         on_ready: Callable[[RequestHandle], None] | None = None,
     ) -> Ticket:
+        received_at = self._backend.engine.now()
         metadata = context.invocation_metadata() or ()
         metadata_level = level_of(metadata)
         client_id = request_id_of(metadata) or ""
@@ -186,7 +192,9 @@ class GenerationService:
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
         token_ids = await token_ids_of(draft)
-        return self._backend.submit(draft, token_ids, level, client_id, on_ready, deadline=deadline)
+        return self._backend.submit(
+            draft, token_ids, level, client_id, on_ready, deadline=deadline, received_at=received_at
+        )
 
     def _settle(self, ticket: Ticket, context: Any) -> None:
         remaining_s = context.time_remaining()

@@ -12,7 +12,7 @@ from typing import Protocol
 from engine.errors import ResumeOutOfRange
 from engine.events import Delta, Failed, LevelChanged
 from engine.handle import RequestHandle
-from engine.request import RequestSpec
+from engine.request import RequestId, RequestSpec
 from server import convert
 from server.bucket import Bucket
 from server.flow import Flow
@@ -41,9 +41,12 @@ class LiveRequest:
         settings: of sessions.
         max_unsent_tokens: output tokens that may wait for the transport.
         on_end: called when its last frame is there to be taken.
+        received_at: when its start frame came, on the engine's clock.
         on_stall: called whenever want of credit parks it.
+        on_park: called whenever it is parked, with the reason.
 
     Attributes:
+        server_id: made by the server; None before it is submitted.
         level: in force, for the writer's order.
         is_capped: whether the last change of priority asked for more than its tenant may have.
         ticket: set once it is submitted, until it ends.
@@ -63,12 +66,16 @@ class LiveRequest:
         settings: SessionSection,
         max_unsent_tokens: int,
         on_end: "Callable[[LiveRequest], None]",
+        received_at: float = 0.0,
         on_stall: Callable[[RequestSpec], None] = lambda _: None,
+        on_park: Callable[[RequestId, str], None] = lambda _, why: None,
     ) -> None:
         self.client_id = client_id
         self.fingerprint = fingerprint
         self.level = level
         self.is_capped = False
+        self.received_at = received_at
+        self.server_id: RequestId | None = None
         self.ticket: Ticket | None = None
         self.stream: Stream | None = None
         self.ended = False
@@ -79,6 +86,7 @@ class LiveRequest:
         self._max_unsent_tokens = max_unsent_tokens
         self._on_end = on_end
         self._on_stall = on_stall
+        self._on_park = on_park
         self._flow: Flow | None = None
         self._unbound = False
         self._kept = ReplayBuffer(settings.max_replay_bytes)
@@ -125,6 +133,7 @@ class LiveRequest:
     def submitted(self, ticket: Ticket) -> None:
         """It is the engine's now."""
         self.ticket = ticket
+        self.server_id = ticket.handle.request_id
         self._told_position = ticket.accepted.queue_position
         self._priority_ignored = ticket.accepted.priority_ignored
         frame = self._frame()
@@ -136,6 +145,7 @@ class LiveRequest:
             max_unsent_tokens=self._max_unsent_tokens,
             slow_client_timeout_s=self._settings.slow_client_timeout_s,
             on_stall=functools.partial(self._on_stall, ticket.handle.spec),
+            on_park=functools.partial(self._on_park, ticket.handle.request_id),
         )
         self._flow.watch(self.stream is not None)
         self._flow.unbind(self._unbound)

@@ -141,6 +141,7 @@ class ControlSection(BaseModel):
         listen: ``host:port`` of its own; None = the server's.
         reflection: whether the ports describe their services.
         past_steps: steps kept for ``WatchDecisions``; 0 = none.
+        past_requests: ended requests kept for ``ExplainRequest``; 0 = none, those that are alive aside.
         max_watchers: calls of ``WatchDecisions`` open at once.
         max_watcher_steps: steps kept for a watcher that does not read; older ones are lost to it.
     """
@@ -151,6 +152,7 @@ class ControlSection(BaseModel):
     listen: str | None = Field(default=None, pattern=ADDRESS)
     reflection: bool = True
     past_steps: int = Field(default=64, ge=0, le=100_000)
+    past_requests: int = Field(default=1024, ge=0, le=100_000)
     max_watchers: int = Field(default=8, ge=1)
     max_watcher_steps: int = Field(default=256, ge=1)
 

@@ -169,6 +169,7 @@ class SessionCommands:
     # Starting.
 
     async def _start(self, record: SessionRecord, command: gen.StartCommand) -> None:
+        received_at = self._backend.engine.now()
         client_id = check_request_id(command.request_id)
         fingerprint = convert.fingerprint(command.spec)
         known = self._registry.find(self._tenant, client_id)
@@ -188,6 +189,8 @@ class SessionCommands:
             settings=self._backend.session_settings,
             max_unsent_tokens=self._backend.engine.max_buffered_tokens,
             on_end=functools.partial(self._backend.ended, self._tenant),
+            received_at=received_at,
+            on_park=self._backend.parking,
             on_stall=self._backend.metrics.credit_stalled,
         )
         self._registry.add(record, request)
@@ -239,7 +242,12 @@ class SessionCommands:
                 await before.wait()
             if self._registry.find(self._tenant, request.client_id) is request:  # not started anew elsewhere
                 ticket = self._backend.submit(
-                    draft, token_ids, request.level, request.client_id, request.on_event
+                    draft,
+                    token_ids,
+                    request.level,
+                    request.client_id,
+                    request.on_event,
+                    received_at=request.received_at,
                 )
                 request.submitted(ticket)
         except Exception as error:

@@ -164,11 +164,14 @@ class SessionWriter:
         frames, has_more = request.take(MAX_FRAMES_PER_TURN)
         if has_more:
             self._outbox.put(request)
-        if request.sent:  # before the write: the client may use the free place as soon as it reads the end
+        is_last = request.sent
+        if is_last:  # before the write: the client may use the free place as soon as it reads the end
             request.stream = None
             self.drop(request)
         for frame in frames:
             await self._write(frame)
+        if is_last and request.server_id is not None:
+            self._backend.delivered(request.server_id)
 
     async def _write(self, frame: bytes) -> None:
         try:

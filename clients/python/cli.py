@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,8 +24,10 @@ from clients.python.demo import DemoOptions, run_demo
 from clients.python.demo_server import ServerDied
 from clients.python.errors import InvalidRequest, VorrangError
 from clients.python.events import Delta, QueueUpdate, Result
+from clients.python.explain import print_explanation
 from clients.python.progress import Progress
 from clients.python.request import RequestOptions
+from clients.python.watch import write_trace
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -170,6 +173,10 @@ def demo(
     gap: Annotated[int, typer.Option(min=0, help="Batch output tokens between interactive requests.")] = 160,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of the server.")] = None,
     kv_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks of the server.")] = None,
+    decisions: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Keep the servers' decision logs there, for `vorrang trace`."),
+    ] = None,
 ) -> None:
     """Start a server and watch urgent requests overtake; then the same without priorities.
 
@@ -185,12 +192,38 @@ def demo(
             gap_tokens=gap,
             num_threads=threads,
             num_kv_blocks=kv_blocks,
+            decisions=decisions,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
     held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
+
+
+@main.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="The server's id of a request, or its client's.")],
+    target: Target = DEFAULT_TARGET,
+    as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
+) -> None:
+    """Tell where the time of a request went: what it waited for, who overtook it, what that cost."""
+    console = Console() if sys.stdout.isatty() else Console(width=110)
+    _run(print_explanation(target, request_id, as_json=as_json, console=console))
+
+
+@main.command()
+def trace(
+    seconds: Annotated[float, typer.Option(min=0.1, help="How long to watch.")] = 10.0,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Trace to write; open it at ui.perfetto.dev.")
+    ] = None,
+    image: Annotated[Path | None, typer.Option(help="PNG or SVG to draw (needs vorrang[report]).")] = None,
+    every_step: Annotated[bool, typer.Option(help="A slice for each decode, not for many at once.")] = False,
+    target: Target = DEFAULT_TARGET,
+) -> None:
+    """Watch a server for a while and write a timeline: who sat where, who waited, who gave way to whom."""
+    print(_run(write_trace(target, seconds, output, image, every_step=every_step)))  # noqa: T201
 
 
 @auth_app.command("hash-token")

@@ -66,6 +66,7 @@ class DemoOptions:
         num_kv_blocks: KV blocks of the server; None = its own choice.
         ready_timeout_s: longest wait for the server to be ready.
         run_timeout_s: longest time the workload may take under one policy.
+        decisions: folder in which the servers' decision logs are kept, ``POLICY.log``; None = none are.
     """
 
     num_batch: int = 10
@@ -78,6 +79,7 @@ class DemoOptions:
     num_kv_blocks: int | None = None
     ready_timeout_s: float = 180.0
     run_timeout_s: float = 300.0
+    decisions: Path | None = None
 
     def __post_init__(self) -> None:
         if self.num_seats < 1 or self.num_interactive < 1 or self.num_batch < self.num_seats:
@@ -92,6 +94,8 @@ class DemoOptions:
             arguments += ["--threads", str(self.num_threads)]
         if self.num_kv_blocks is not None:
             arguments += ["--kv-blocks", str(self.num_kv_blocks)]
+        if self.decisions is not None:
+            arguments += ["--record-decisions", str(self.decisions / f"{policy}.log")]
         return arguments
 
 
@@ -104,6 +108,7 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     Raises:
         ServerDied: a server did not start, or ended while it was needed.
         VorrangError: a session could not be opened.
+        ValueError: the folder for the decision logs can't be made.
         TimeoutError: a run took longer than ``run_timeout_s``.
 
     Cancellation: stops the server it has started. SIGTERM is turned into a cancellation.
@@ -112,6 +117,11 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     runs = []
+    if options.decisions is not None:
+        try:
+            options.decisions.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"{error.filename} can't be made: {error.strerror}") from None
     with tempfile.TemporaryDirectory(prefix="vorrang-demo-") as folder:
         for policy in POLICIES:
             console.print(Text(f"starting a server with policy {policy} ..."), soft_wrap=True)
@@ -124,6 +134,9 @@ async def run_demo(options: DemoOptions, console: Console) -> bool:
     print_summary(console, [summarize(run, class_name) for run in runs for class_name in classes])
     checks = verdict(priority, fcfs)
     print_verdict(console, checks)
+    if options.decisions is not None:
+        for policy in POLICIES:
+            console.print(f"decisions kept in {options.decisions / policy}.log", soft_wrap=True)
     return all(check.passed for check in checks)
 
 

@@ -12,6 +12,7 @@ from engine.errors import VorrangError
 from engine.scheduler.decisions import (
     Applied,
     Committed,
+    DecisionSink,
     GrantDecision,
     Origin,
     Planned,
@@ -65,18 +66,23 @@ class Replay:
     difference: Difference | None
 
 
-def replay(log: DecisionLog, on_line: Callable[[Line], None] | None = None) -> Replay:
+def replay(
+    log: DecisionLog,
+    on_line: Callable[[Line], None] | None = None,
+    sink: DecisionSink | None = None,
+) -> Replay:
     """Give a new scheduler every call of a log, and compare what comes of it.
 
     Args:
         log: which; it is read to its end, or to the first difference.
         on_line: is told of every line.
+        sink: is told of every call as it is made again.
 
     Raises:
         DamagedDecisionLog: a line is not what it must be.
         DecisionLogUnavailable: the file can't be read any further.
     """
-    outcome = _Outcome()
+    outcome = _Outcome(sink)
     try:
         scheduler = _Replayed(log, outcome)
     except VorrangError as error:  # a policy or discipline of another version
@@ -98,16 +104,22 @@ def replay(log: DecisionLog, on_line: Callable[[Line], None] | None = None) -> R
 
 
 class _Outcome:
-    """A sink that keeps the last record."""
+    """A sink that keeps the last record, and hands it on."""
 
     is_open = True
     last: Record
 
+    def __init__(self, further: DecisionSink | None) -> None:
+        self._further = further
+
     def begin(self, origin: Origin) -> None:
-        pass
+        if self._further is not None:
+            self._further.begin(origin)
 
     def record(self, record: Record) -> None:
         self.last = record
+        if self._further is not None:
+            self._further.record(record)
 
 
 class _Replayed:

@@ -8,8 +8,8 @@ does no I/O.
 """
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.events import Preempted, SchedulerEvent
@@ -53,6 +53,8 @@ class Decision:
         num_running: requests holding a seat afterwards.
         num_waiting: requests waiting afterwards.
         num_free_blocks: KV blocks nobody holds afterwards.
+        kept_out: what kept each waiting request out that was looked at. Not in logs.
+        idle: who has a seat, and something to compute, and is granted nothing. Not in logs.
     """
 
     step: int
@@ -63,6 +65,8 @@ class Decision:
     num_running: int
     num_waiting: int
     num_free_blocks: int
+    kept_out: Mapping[RequestId, Gate] = field(default_factory=dict)
+    idle: tuple[RequestId, ...] = ()
 
     @property
     def preemptions(self) -> tuple[Preempted, ...]:
@@ -237,4 +241,13 @@ class RecordingScheduler(Scheduler):
             self.num_running,
             self.num_waiting,
             self.blocks.num_free_blocks,
+            self._kept_out,
+            self._idle(plan),
         )
+
+    def _idle(self, plan: Plan) -> tuple[RequestId, ...]:
+        state = self._state
+        if len(plan.grants) == len(state.running) - len(state.ending):
+            return ()
+        granted = {grant.request_id for grant in plan.grants}
+        return tuple(r.request_id for r in state.running if not (r.request_id in granted or r.is_ending))

@@ -4,7 +4,7 @@ import enum
 from collections.abc import Iterable
 
 from engine.events import SchedulerEvent
-from engine.request import Request
+from engine.request import Request, RequestId
 
 
 class Gate(enum.Enum):
@@ -31,6 +31,7 @@ class StepDraft:
         granted: tokens by request, in order of the grants, decodes aside.
         events: what was decided, in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
+        kept_out: what kept those out that were looked at; those behind them are not.
         num_preemptions: preemptions for arrivals so far.
         max_requests: requests that may be granted tokens; None = no limit but the tokens.
     """
@@ -43,6 +44,7 @@ class StepDraft:
         self.granted: dict[Request, int] = {}
         self.events: list[SchedulerEvent] = []
         self.gate: Gate | None = None
+        self.kept_out: dict[RequestId, Gate] = {}
         self.num_preemptions = 0
         self.max_requests: int | None = None
 

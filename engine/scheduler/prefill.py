@@ -122,6 +122,7 @@ class PrefillPass:
             return all(misfit.num_bypassed < self._config.max_bypass for misfit in misfits.values())
         if self._draft.gate is None:
             self._draft.gate = gate
+        self._draft.kept_out[request.request_id] = gate
         if gate is Gate.TENANT:
             full_tenants.add(request.spec.tenant)
             return True

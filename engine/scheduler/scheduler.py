@@ -20,7 +20,7 @@ from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preem
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
-from engine.scheduler.draft import StepDraft
+from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.scheduler.quarantine import Quarantine
@@ -58,6 +58,7 @@ class Scheduler:
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
         self._uncommitted = UncommittedPlans()
+        self._kept_out: dict[RequestId, Gate] = {}  # of the last plan, for who records decisions
         self._num_arrivals = 0
         self._step = 0
 
@@ -233,6 +234,7 @@ class Scheduler:
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
+        self._kept_out = draft.kept_out
         plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
         self._uncommitted.planned(plan)
         return plan

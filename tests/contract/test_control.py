@@ -1,5 +1,6 @@
 """What operators see and steer, on any server that lets them."""
 
+import time
 from typing import Any
 
 import pytest
@@ -43,11 +44,31 @@ async def test_load_is_by_class_and_counts_steps(channel: Any) -> None:
         ("ListRequests", pb.ListRequestsRequest(page_token="x"), "page_token"),
         ("UpdateRequestPriority", pb.UpdateRequestPriorityRequest(server_request_id="r1"), "priority"),
         ("Drain", pb.DrainRequest(grace={"seconds": -1}), "grace"),
+        ("ExplainRequest", pb.ExplainRequestRequest(), "id"),
     ],
 )
 async def test_bad_fields_are_named(channel: Any, method: str, request_message: Any, field: str) -> None:
     status = await refused(getattr(control(channel), method)(request_message))
     assert (reason_in(status), fields_in(status)) == ("INVALID_REQUEST", [field])
+
+
+async def test_a_requests_time_is_told_by_parts_that_add_up(channel: Any) -> None:
+    request = gen.GenerateRequest(
+        spec=spec(max_tokens=5, ignore_eos=True), request_id=f"told-{time.time_ns()}"
+    )
+    answer = await stub(channel).Generate(request)
+    account = await control(channel).ExplainRequest(pb.ExplainRequestRequest(id=request.request_id))
+    assert (account.request_id, account.end) == (request.request_id, "length")
+    assert account.num_output_tokens == answer.finished.usage.output_tokens == 5
+    assert {"prefill", "decode", "delivery"} <= {part.phase for part in account.parts}
+    spent_ns = sum(
+        spent.ToNanoseconds()
+        for part in account.parts
+        for spent in (part.before_first_token, part.after_first_token)
+    )
+    assert abs(spent_ns - account.total.ToNanoseconds()) <= len(account.parts) * 2  # rounded to nanoseconds
+    asked = pb.ExplainRequestRequest(id="never-was")
+    assert reason_in(await refused(control(channel).ExplainRequest(asked))) == "UNKNOWN_REQUEST"
 
 
 async def test_decisions_are_watched_as_they_are_made(channel: Any) -> None:

@@ -34,7 +34,7 @@ def server() -> Iterator[ServerProcess]:
 
 
 #: Lines that need a request that runs, or end the server.
-STEERING = ("/UpdateRequestPriority", "/CancelRequest", "/Drain")
+STEERING = ("/UpdateRequestPriority", "/CancelRequest", "/ExplainRequest", "/Drain")
 
 
 def run(line: str, address: str) -> str:
@@ -88,6 +88,12 @@ def test_a_request_is_moved_and_cancelled_and_the_server_drained_from_the_shell(
             assert cancelled == {"found": True}
             *_, last = objects("{" + stream.stdout.read())
         assert last["finished"]["reason"] == "FINISH_REASON_CANCELLED"
+        (account,) = objects(run(line_for("/ExplainRequest"), server.address))
+        assert (account["server_request_id"], account["end"], account["delivered"]) == (
+            "r1",
+            "cancelled",
+            True,
+        )
         assert objects(run(line_for("/Drain"), server.address)) == [{}]
         assert server.wait() == 0
 

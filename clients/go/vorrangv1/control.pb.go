@@ -90,6 +90,79 @@ func (RequestState) EnumDescriptor() ([]byte, []int) {
 	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{0}
 }
 
+// What can happen between two steps.
+type HappeningKind int32
+
+const (
+	// Never sent.
+	HappeningKind_HAPPENING_KIND_UNSPECIFIED HappeningKind = 0
+	// A request joined the queue.
+	HappeningKind_HAPPENING_KIND_ARRIVED HappeningKind = 1
+	// A request has ended.
+	HappeningKind_HAPPENING_KIND_ENDED HappeningKind = 2
+	// A request was parked.
+	HappeningKind_HAPPENING_KIND_PARKED HappeningKind = 3
+	// A parked request is to go on.
+	HappeningKind_HAPPENING_KIND_UNPARKED HappeningKind = 4
+	// A request has another level.
+	HappeningKind_HAPPENING_KIND_LEVEL_CHANGED HappeningKind = 5
+	// A request was preempted between two steps.
+	HappeningKind_HAPPENING_KIND_PREEMPTED HappeningKind = 6
+	// A step is over.
+	HappeningKind_HAPPENING_KIND_COMPUTED HappeningKind = 7
+)
+
+// Enum value maps for HappeningKind.
+var (
+	HappeningKind_name = map[int32]string{
+		0: "HAPPENING_KIND_UNSPECIFIED",
+		1: "HAPPENING_KIND_ARRIVED",
+		2: "HAPPENING_KIND_ENDED",
+		3: "HAPPENING_KIND_PARKED",
+		4: "HAPPENING_KIND_UNPARKED",
+		5: "HAPPENING_KIND_LEVEL_CHANGED",
+		6: "HAPPENING_KIND_PREEMPTED",
+		7: "HAPPENING_KIND_COMPUTED",
+	}
+	HappeningKind_value = map[string]int32{
+		"HAPPENING_KIND_UNSPECIFIED":   0,
+		"HAPPENING_KIND_ARRIVED":       1,
+		"HAPPENING_KIND_ENDED":         2,
+		"HAPPENING_KIND_PARKED":        3,
+		"HAPPENING_KIND_UNPARKED":      4,
+		"HAPPENING_KIND_LEVEL_CHANGED": 5,
+		"HAPPENING_KIND_PREEMPTED":     6,
+		"HAPPENING_KIND_COMPUTED":      7,
+	}
+)
+
+func (x HappeningKind) Enum() *HappeningKind {
+	p := new(HappeningKind)
+	*p = x
+	return p
+}
+
+func (x HappeningKind) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (HappeningKind) Descriptor() protoreflect.EnumDescriptor {
+	return file_vorrang_v1_control_proto_enumTypes[1].Descriptor()
+}
+
+func (HappeningKind) Type() protoreflect.EnumType {
+	return &file_vorrang_v1_control_proto_enumTypes[1]
+}
+
+func (x HappeningKind) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use HappeningKind.Descriptor instead.
+func (HappeningKind) EnumDescriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{1}
+}
+
 // Asks for the server's description.
 type GetServerInfoRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -1008,9 +1081,11 @@ func (x *DrainResponse) GetNumWaiting() uint32 {
 type WatchDecisionsRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Steps of the past to send first; 0 = none.
-	NumPastSteps  uint32 `protobuf:"varint,1,opt,name=num_past_steps,json=numPastSteps,proto3" json:"num_past_steps,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	NumPastSteps uint32 `protobuf:"varint,1,opt,name=num_past_steps,json=numPastSteps,proto3" json:"num_past_steps,omitempty"`
+	// Tell of what happens between the steps, too; steps that compute nothing are then sent when anything has.
+	IncludeHappenings bool `protobuf:"varint,2,opt,name=include_happenings,json=includeHappenings,proto3" json:"include_happenings,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *WatchDecisionsRequest) Reset() {
@@ -1050,6 +1125,113 @@ func (x *WatchDecisionsRequest) GetNumPastSteps() uint32 {
 	return 0
 }
 
+func (x *WatchDecisionsRequest) GetIncludeHappenings() bool {
+	if x != nil {
+		return x.IncludeHappenings
+	}
+	return false
+}
+
+// Something that happened between two steps.
+type Happening struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What.
+	Kind HappeningKind `protobuf:"varint,1,opt,name=kind,proto3,enum=vorrang.v1.HappeningKind" json:"kind,omitempty"`
+	// When.
+	At *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=at,proto3" json:"at,omitempty"`
+	// Id of the request, made by the server.
+	ServerRequestId string `protobuf:"bytes,3,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Its level, with ARRIVED and LEVEL_CHANGED.
+	Level int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	// Why it ended: a finish reason such as "stop", or "failed".
+	End string `protobuf:"bytes,5,opt,name=end,proto3" json:"end,omitempty"`
+	// Number of the step, with COMPUTED.
+	Step uint64 `protobuf:"varint,6,opt,name=step,proto3" json:"step,omitempty"`
+	// The preemption, with PREEMPTED.
+	Preemption    *PreemptDecision `protobuf:"bytes,7,opt,name=preemption,proto3" json:"preemption,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Happening) Reset() {
+	*x = Happening{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Happening) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Happening) ProtoMessage() {}
+
+func (x *Happening) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Happening.ProtoReflect.Descriptor instead.
+func (*Happening) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *Happening) GetKind() HappeningKind {
+	if x != nil {
+		return x.Kind
+	}
+	return HappeningKind_HAPPENING_KIND_UNSPECIFIED
+}
+
+func (x *Happening) GetAt() *timestamppb.Timestamp {
+	if x != nil {
+		return x.At
+	}
+	return nil
+}
+
+func (x *Happening) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *Happening) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *Happening) GetEnd() string {
+	if x != nil {
+		return x.End
+	}
+	return ""
+}
+
+func (x *Happening) GetStep() uint64 {
+	if x != nil {
+		return x.Step
+	}
+	return 0
+}
+
+func (x *Happening) GetPreemption() *PreemptDecision {
+	if x != nil {
+		return x.Preemption
+	}
+	return nil
+}
+
 // Tokens granted to a request in a step.
 type GrantDecision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1060,14 +1242,16 @@ type GrantDecision struct {
 	// Tokens granted.
 	NumTokens uint32 `protobuf:"varint,3,opt,name=num_tokens,json=numTokens,proto3" json:"num_tokens,omitempty"`
 	// Level in force.
-	Level         int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	Level int32 `protobuf:"zigzag32,4,opt,name=level,proto3" json:"level,omitempty"`
+	// True when an output token is sampled after them.
+	Samples       bool `protobuf:"varint,5,opt,name=samples,proto3" json:"samples,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GrantDecision) Reset() {
 	*x = GrantDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1079,7 +1263,7 @@ func (x *GrantDecision) String() string {
 func (*GrantDecision) ProtoMessage() {}
 
 func (x *GrantDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[15]
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1092,7 +1276,7 @@ func (x *GrantDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantDecision.ProtoReflect.Descriptor instead.
 func (*GrantDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{15}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *GrantDecision) GetServerRequestId() string {
@@ -1123,6 +1307,13 @@ func (x *GrantDecision) GetLevel() int32 {
 	return 0
 }
 
+func (x *GrantDecision) GetSamples() bool {
+	if x != nil {
+		return x.Samples
+	}
+	return false
+}
+
 // A preemption in a step.
 type PreemptDecision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1142,7 +1333,7 @@ type PreemptDecision struct {
 
 func (x *PreemptDecision) Reset() {
 	*x = PreemptDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1154,7 +1345,7 @@ func (x *PreemptDecision) String() string {
 func (*PreemptDecision) ProtoMessage() {}
 
 func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1167,7 +1358,7 @@ func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PreemptDecision.ProtoReflect.Descriptor instead.
 func (*PreemptDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PreemptDecision) GetServerRequestId() string {
@@ -1225,14 +1416,16 @@ type WatchDecisionsResponse struct {
 	// KV blocks free after the step was planned.
 	NumFreeBlocks uint32 `protobuf:"varint,7,opt,name=num_free_blocks,json=numFreeBlocks,proto3" json:"num_free_blocks,omitempty"`
 	// Steps left out before this one, because the watcher read too slowly.
-	NumLostSteps  uint64 `protobuf:"varint,8,opt,name=num_lost_steps,json=numLostSteps,proto3" json:"num_lost_steps,omitempty"`
+	NumLostSteps uint64 `protobuf:"varint,8,opt,name=num_lost_steps,json=numLostSteps,proto3" json:"num_lost_steps,omitempty"`
+	// What happened since the step before, in order; only where it was asked for.
+	Happenings    []*Happening `protobuf:"bytes,9,rep,name=happenings,proto3" json:"happenings,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *WatchDecisionsResponse) Reset() {
 	*x = WatchDecisionsResponse{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1244,7 +1437,7 @@ func (x *WatchDecisionsResponse) String() string {
 func (*WatchDecisionsResponse) ProtoMessage() {}
 
 func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1257,7 +1450,7 @@ func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDecisionsResponse.ProtoReflect.Descriptor instead.
 func (*WatchDecisionsResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *WatchDecisionsResponse) GetStep() uint64 {
@@ -1312,6 +1505,673 @@ func (x *WatchDecisionsResponse) GetNumFreeBlocks() uint32 {
 func (x *WatchDecisionsResponse) GetNumLostSteps() uint64 {
 	if x != nil {
 		return x.NumLostSteps
+	}
+	return 0
+}
+
+func (x *WatchDecisionsResponse) GetHappenings() []*Happening {
+	if x != nil {
+		return x.Happenings
+	}
+	return nil
+}
+
+// Asks for the account of a request.
+type ExplainRequestRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server, or else the client's, which stands for the last request that had it.
+	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequestRequest) Reset() {
+	*x = ExplainRequestRequest{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequestRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequestRequest) ProtoMessage() {}
+
+func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequestRequest.ProtoReflect.Descriptor instead.
+func (*ExplainRequestRequest) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *ExplainRequestRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+// Another request, as far as one must know it.
+type Neighbour struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server.
+	ServerRequestId string `protobuf:"bytes,1,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Id chosen by the client; may be empty.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Level it had.
+	Level         int32 `protobuf:"zigzag32,3,opt,name=level,proto3" json:"level,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Neighbour) Reset() {
+	*x = Neighbour{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Neighbour) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Neighbour) ProtoMessage() {}
+
+func (x *Neighbour) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Neighbour.ProtoReflect.Descriptor instead.
+func (*Neighbour) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *Neighbour) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *Neighbour) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *Neighbour) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+// A stretch of a request's life. Stretches touch each other.
+type LifeInterval struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// What its time was spent on: "intake" (read, checked, tokenised), "queued" (waited for its first seat),
+	// "prefill" (computed its prompt), "held" (had a seat and got no tokens of the step for its prompt),
+	// "decode" (produced output), "stalled" (had a seat and got no token of the step for its output),
+	// "preempted" (had lost its seat), "recompute" (computed again what it had lost), "parked", "returning"
+	// (waited for a seat after it was parked), "delivery" (its last event waited to be written).
+	Phase string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	// What kept it waiting: as in WatchDecisionsResponse.bound_gate, or "arrival" (a step was being computed
+	// when it came), "behind" (others were first in the queue); why it was parked: "credit", "reader",
+	// "paused"; else empty.
+	Gate string `protobuf:"bytes,2,opt,name=gate,proto3" json:"gate,omitempty"`
+	// Since the life began.
+	Begin *durationpb.Duration `protobuf:"bytes,3,opt,name=begin,proto3" json:"begin,omitempty"`
+	// Since the life began.
+	End           *durationpb.Duration `protobuf:"bytes,4,opt,name=end,proto3" json:"end,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LifeInterval) Reset() {
+	*x = LifeInterval{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifeInterval) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifeInterval) ProtoMessage() {}
+
+func (x *LifeInterval) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifeInterval.ProtoReflect.Descriptor instead.
+func (*LifeInterval) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *LifeInterval) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *LifeInterval) GetGate() string {
+	if x != nil {
+		return x.Gate
+	}
+	return ""
+}
+
+func (x *LifeInterval) GetBegin() *durationpb.Duration {
+	if x != nil {
+		return x.Begin
+	}
+	return nil
+}
+
+func (x *LifeInterval) GetEnd() *durationpb.Duration {
+	if x != nil {
+		return x.End
+	}
+	return nil
+}
+
+// All stretches of one kind.
+type LifePart struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// As in LifeInterval.
+	Phase string `protobuf:"bytes,1,opt,name=phase,proto3" json:"phase,omitempty"`
+	// As in LifeInterval; "behind:GATE" where GATE kept out the first of those that stood before it.
+	Gate string `protobuf:"bytes,2,opt,name=gate,proto3" json:"gate,omitempty"`
+	// Of it before the first output token.
+	BeforeFirstToken *durationpb.Duration `protobuf:"bytes,3,opt,name=before_first_token,json=beforeFirstToken,proto3" json:"before_first_token,omitempty"`
+	// Of it afterwards.
+	AfterFirstToken *durationpb.Duration `protobuf:"bytes,4,opt,name=after_first_token,json=afterFirstToken,proto3" json:"after_first_token,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *LifePart) Reset() {
+	*x = LifePart{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifePart) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifePart) ProtoMessage() {}
+
+func (x *LifePart) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifePart.ProtoReflect.Descriptor instead.
+func (*LifePart) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *LifePart) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *LifePart) GetGate() string {
+	if x != nil {
+		return x.Gate
+	}
+	return ""
+}
+
+func (x *LifePart) GetBeforeFirstToken() *durationpb.Duration {
+	if x != nil {
+		return x.BeforeFirstToken
+	}
+	return nil
+}
+
+func (x *LifePart) GetAfterFirstToken() *durationpb.Duration {
+	if x != nil {
+		return x.AfterFirstToken
+	}
+	return nil
+}
+
+// A preemption and what it cost.
+type LifeLoss struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// When, since the life began.
+	At *durationpb.Duration `protobuf:"bytes,1,opt,name=at,proto3" json:"at,omitempty"`
+	// What was needed.
+	Reason PreemptReason `protobuf:"varint,2,opt,name=reason,proto3,enum=vorrang.v1.PreemptReason" json:"reason,omitempty"`
+	// For whom; absent = for nobody in particular.
+	Beneficiary *Neighbour `protobuf:"bytes,3,opt,name=beneficiary,proto3" json:"beneficiary,omitempty"`
+	// KV blocks it gave back.
+	NumBlocks uint32 `protobuf:"varint,4,opt,name=num_blocks,json=numBlocks,proto3" json:"num_blocks,omitempty"`
+	// Computed tokens it lost.
+	NumLostTokens uint32 `protobuf:"varint,5,opt,name=num_lost_tokens,json=numLostTokens,proto3" json:"num_lost_tokens,omitempty"`
+	// Tokens of them that the prefix cache did not give back.
+	NumRecomputedTokens uint32 `protobuf:"varint,6,opt,name=num_recomputed_tokens,json=numRecomputedTokens,proto3" json:"num_recomputed_tokens,omitempty"`
+	// Until it had a seat again.
+	Waited *durationpb.Duration `protobuf:"bytes,7,opt,name=waited,proto3" json:"waited,omitempty"`
+	// From then until it stood where it had been.
+	Recompute *durationpb.Duration `protobuf:"bytes,8,opt,name=recompute,proto3" json:"recompute,omitempty"`
+	// True once it had a seat again.
+	Resumed       bool `protobuf:"varint,9,opt,name=resumed,proto3" json:"resumed,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *LifeLoss) Reset() {
+	*x = LifeLoss{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *LifeLoss) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*LifeLoss) ProtoMessage() {}
+
+func (x *LifeLoss) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use LifeLoss.ProtoReflect.Descriptor instead.
+func (*LifeLoss) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
+}
+
+func (x *LifeLoss) GetAt() *durationpb.Duration {
+	if x != nil {
+		return x.At
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetReason() PreemptReason {
+	if x != nil {
+		return x.Reason
+	}
+	return PreemptReason_PREEMPT_REASON_UNSPECIFIED
+}
+
+func (x *LifeLoss) GetBeneficiary() *Neighbour {
+	if x != nil {
+		return x.Beneficiary
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetNumBlocks() uint32 {
+	if x != nil {
+		return x.NumBlocks
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetNumLostTokens() uint32 {
+	if x != nil {
+		return x.NumLostTokens
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetNumRecomputedTokens() uint32 {
+	if x != nil {
+		return x.NumRecomputedTokens
+	}
+	return 0
+}
+
+func (x *LifeLoss) GetWaited() *durationpb.Duration {
+	if x != nil {
+		return x.Waited
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetRecompute() *durationpb.Duration {
+	if x != nil {
+		return x.Recompute
+	}
+	return nil
+}
+
+func (x *LifeLoss) GetResumed() bool {
+	if x != nil {
+		return x.Resumed
+	}
+	return false
+}
+
+// The account of a request. Its parts add up to its total.
+type ExplainRequestResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server.
+	ServerRequestId string `protobuf:"bytes,1,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Id chosen by the client; may be empty.
+	RequestId string `protobuf:"bytes,2,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
+	// Tenant.
+	Tenant string `protobuf:"bytes,3,opt,name=tenant,proto3" json:"tenant,omitempty"`
+	// The client's label.
+	Label string `protobuf:"bytes,4,opt,name=label,proto3" json:"label,omitempty"`
+	// Level in force.
+	Level int32 `protobuf:"zigzag32,5,opt,name=level,proto3" json:"level,omitempty"`
+	// Class of that level.
+	ClassName string `protobuf:"bytes,6,opt,name=class_name,json=className,proto3" json:"class_name,omitempty"`
+	// Where it is, as in LifeInterval; empty once it has ended.
+	Phase string `protobuf:"bytes,7,opt,name=phase,proto3" json:"phase,omitempty"`
+	// Why it ended: a finish reason such as "stop", or "failed: ERROR"; empty while it lives.
+	End string `protobuf:"bytes,8,opt,name=end,proto3" json:"end,omitempty"`
+	// True once its last event was written to the client.
+	Delivered bool `protobuf:"varint,9,opt,name=delivered,proto3" json:"delivered,omitempty"`
+	// From its arrival to its end, delivery included where there was one, or to now.
+	Total *durationpb.Duration `protobuf:"bytes,10,opt,name=total,proto3" json:"total,omitempty"`
+	// From its arrival to its first output token; absent = it has none.
+	Ttft *durationpb.Duration `protobuf:"bytes,11,opt,name=ttft,proto3" json:"ttft,omitempty"`
+	// Tokens of its prompt.
+	NumPromptTokens uint32 `protobuf:"varint,12,opt,name=num_prompt_tokens,json=numPromptTokens,proto3" json:"num_prompt_tokens,omitempty"`
+	// Tokens of them that were found in the prefix cache.
+	NumCachedTokens uint32 `protobuf:"varint,13,opt,name=num_cached_tokens,json=numCachedTokens,proto3" json:"num_cached_tokens,omitempty"`
+	// Tokens it has produced.
+	NumOutputTokens uint32 `protobuf:"varint,14,opt,name=num_output_tokens,json=numOutputTokens,proto3" json:"num_output_tokens,omitempty"`
+	// Requests before it in the queue when it came; absent = not known.
+	NumAhead *uint32 `protobuf:"varint,15,opt,name=num_ahead,json=numAhead,proto3,oneof" json:"num_ahead,omitempty"`
+	// Requests that were given a seat while it waited for its first.
+	NumSeated uint32 `protobuf:"varint,16,opt,name=num_seated,json=numSeated,proto3" json:"num_seated,omitempty"`
+	// The last of them.
+	Seated []*Neighbour `protobuf:"bytes,17,rep,name=seated,proto3" json:"seated,omitempty"`
+	// Requests that held the seats when it was first kept waiting.
+	NumHolders uint32 `protobuf:"varint,18,opt,name=num_holders,json=numHolders,proto3" json:"num_holders,omitempty"`
+	// The first of them.
+	Holders []*Neighbour `protobuf:"bytes,19,rep,name=holders,proto3" json:"holders,omitempty"`
+	// Steps in which it computed tokens that were known.
+	NumPrefillSteps uint32 `protobuf:"varint,20,opt,name=num_prefill_steps,json=numPrefillSteps,proto3" json:"num_prefill_steps,omitempty"`
+	// Steps made while it produced output.
+	NumDecodeSteps uint32 `protobuf:"varint,21,opt,name=num_decode_steps,json=numDecodeSteps,proto3" json:"num_decode_steps,omitempty"`
+	// Time of "decode" in steps that computed prompts of others, too.
+	BesidePrefill *durationpb.Duration `protobuf:"bytes,22,opt,name=beside_prefill,json=besidePrefill,proto3" json:"beside_prefill,omitempty"`
+	// Its preemptions, the first ones where they are many.
+	Losses []*LifeLoss `protobuf:"bytes,23,rep,name=losses,proto3" json:"losses,omitempty"`
+	// How many they are.
+	NumLosses uint32 `protobuf:"varint,24,opt,name=num_losses,json=numLosses,proto3" json:"num_losses,omitempty"`
+	// Where its time went.
+	Parts []*LifePart `protobuf:"bytes,25,rep,name=parts,proto3" json:"parts,omitempty"`
+	// The same in its order, the first ones where they are many.
+	Intervals []*LifeInterval `protobuf:"bytes,26,rep,name=intervals,proto3" json:"intervals,omitempty"`
+	// How many they are.
+	NumIntervals  uint32 `protobuf:"varint,27,opt,name=num_intervals,json=numIntervals,proto3" json:"num_intervals,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequestResponse) Reset() {
+	*x = ExplainRequestResponse{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequestResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequestResponse) ProtoMessage() {}
+
+func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequestResponse.ProtoReflect.Descriptor instead.
+func (*ExplainRequestResponse) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{24}
+}
+
+func (x *ExplainRequestResponse) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetRequestId() string {
+	if x != nil {
+		return x.RequestId
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetTenant() string {
+	if x != nil {
+		return x.Tenant
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetLabel() string {
+	if x != nil {
+		return x.Label
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetLevel() int32 {
+	if x != nil {
+		return x.Level
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetClassName() string {
+	if x != nil {
+		return x.ClassName
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetPhase() string {
+	if x != nil {
+		return x.Phase
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetEnd() string {
+	if x != nil {
+		return x.End
+	}
+	return ""
+}
+
+func (x *ExplainRequestResponse) GetDelivered() bool {
+	if x != nil {
+		return x.Delivered
+	}
+	return false
+}
+
+func (x *ExplainRequestResponse) GetTotal() *durationpb.Duration {
+	if x != nil {
+		return x.Total
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetTtft() *durationpb.Duration {
+	if x != nil {
+		return x.Ttft
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumPromptTokens() uint32 {
+	if x != nil {
+		return x.NumPromptTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumCachedTokens() uint32 {
+	if x != nil {
+		return x.NumCachedTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumOutputTokens() uint32 {
+	if x != nil {
+		return x.NumOutputTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumAhead() uint32 {
+	if x != nil && x.NumAhead != nil {
+		return *x.NumAhead
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumSeated() uint32 {
+	if x != nil {
+		return x.NumSeated
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetSeated() []*Neighbour {
+	if x != nil {
+		return x.Seated
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumHolders() uint32 {
+	if x != nil {
+		return x.NumHolders
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetHolders() []*Neighbour {
+	if x != nil {
+		return x.Holders
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumPrefillSteps() uint32 {
+	if x != nil {
+		return x.NumPrefillSteps
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumDecodeSteps() uint32 {
+	if x != nil {
+		return x.NumDecodeSteps
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetBesidePrefill() *durationpb.Duration {
+	if x != nil {
+		return x.BesidePrefill
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetLosses() []*LifeLoss {
+	if x != nil {
+		return x.Losses
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumLosses() uint32 {
+	if x != nil {
+		return x.NumLosses
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetParts() []*LifePart {
+	if x != nil {
+		return x.Parts
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetIntervals() []*LifeInterval {
+	if x != nil {
+		return x.Intervals
+	}
+	return nil
+}
+
+func (x *ExplainRequestResponse) GetNumIntervals() uint32 {
+	if x != nil {
+		return x.NumIntervals
 	}
 	return 0
 }
@@ -1396,22 +2256,34 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\vnum_running\x18\x01 \x01(\rR\n" +
 	"numRunning\x12\x1f\n" +
 	"\vnum_waiting\x18\x02 \x01(\rR\n" +
-	"numWaiting\"=\n" +
+	"numWaiting\"l\n" +
 	"\x15WatchDecisionsRequest\x12$\n" +
-	"\x0enum_past_steps\x18\x01 \x01(\rR\fnumPastSteps\"\xa0\x01\n" +
+	"\x0enum_past_steps\x18\x01 \x01(\rR\fnumPastSteps\x12-\n" +
+	"\x12include_happenings\x18\x02 \x01(\bR\x11includeHappenings\"\x8b\x02\n" +
+	"\tHappening\x12-\n" +
+	"\x04kind\x18\x01 \x01(\x0e2\x19.vorrang.v1.HappeningKindR\x04kind\x12*\n" +
+	"\x02at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x02at\x12*\n" +
+	"\x11server_request_id\x18\x03 \x01(\tR\x0fserverRequestId\x12\x14\n" +
+	"\x05level\x18\x04 \x01(\x11R\x05level\x12\x10\n" +
+	"\x03end\x18\x05 \x01(\tR\x03end\x12\x12\n" +
+	"\x04step\x18\x06 \x01(\x04R\x04step\x12;\n" +
+	"\n" +
+	"preemption\x18\a \x01(\v2\x1b.vorrang.v1.PreemptDecisionR\n" +
+	"preemption\"\xba\x01\n" +
 	"\rGrantDecision\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12.\n" +
 	"\x13num_computed_tokens\x18\x02 \x01(\rR\x11numComputedTokens\x12\x1d\n" +
 	"\n" +
 	"num_tokens\x18\x03 \x01(\rR\tnumTokens\x12\x14\n" +
-	"\x05level\x18\x04 \x01(\x11R\x05level\"\xde\x01\n" +
+	"\x05level\x18\x04 \x01(\x11R\x05level\x12\x18\n" +
+	"\asamples\x18\x05 \x01(\bR\asamples\"\xde\x01\n" +
 	"\x0fPreemptDecision\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x121\n" +
 	"\x06reason\x18\x02 \x01(\x0e2\x19.vorrang.v1.PreemptReasonR\x06reason\x12%\n" +
 	"\x0ebeneficiary_id\x18\x03 \x01(\tR\rbeneficiaryId\x12\x1d\n" +
 	"\n" +
 	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x12&\n" +
-	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\xe7\x02\n" +
+	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\"\x9e\x03\n" +
 	"\x16WatchDecisionsResponse\x12\x12\n" +
 	"\x04step\x18\x01 \x01(\x04R\x04step\x129\n" +
 	"\n" +
@@ -1423,14 +2295,90 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\vnum_waiting\x18\x06 \x01(\rR\n" +
 	"numWaiting\x12&\n" +
 	"\x0fnum_free_blocks\x18\a \x01(\rR\rnumFreeBlocks\x12$\n" +
-	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps*\xb4\x01\n" +
+	"\x0enum_lost_steps\x18\b \x01(\x04R\fnumLostSteps\x125\n" +
+	"\n" +
+	"happenings\x18\t \x03(\v2\x15.vorrang.v1.HappeningR\n" +
+	"happenings\"'\n" +
+	"\x15ExplainRequestRequest\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\"l\n" +
+	"\tNeighbour\x12*\n" +
+	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x14\n" +
+	"\x05level\x18\x03 \x01(\x11R\x05level\"\x96\x01\n" +
+	"\fLifeInterval\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04gate\x18\x02 \x01(\tR\x04gate\x12/\n" +
+	"\x05begin\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x05begin\x12+\n" +
+	"\x03end\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x03end\"\xc4\x01\n" +
+	"\bLifePart\x12\x14\n" +
+	"\x05phase\x18\x01 \x01(\tR\x05phase\x12\x12\n" +
+	"\x04gate\x18\x02 \x01(\tR\x04gate\x12G\n" +
+	"\x12before_first_token\x18\x03 \x01(\v2\x19.google.protobuf.DurationR\x10beforeFirstToken\x12E\n" +
+	"\x11after_first_token\x18\x04 \x01(\v2\x19.google.protobuf.DurationR\x0fafterFirstToken\"\xa2\x03\n" +
+	"\bLifeLoss\x12)\n" +
+	"\x02at\x18\x01 \x01(\v2\x19.google.protobuf.DurationR\x02at\x121\n" +
+	"\x06reason\x18\x02 \x01(\x0e2\x19.vorrang.v1.PreemptReasonR\x06reason\x127\n" +
+	"\vbeneficiary\x18\x03 \x01(\v2\x15.vorrang.v1.NeighbourR\vbeneficiary\x12\x1d\n" +
+	"\n" +
+	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x12&\n" +
+	"\x0fnum_lost_tokens\x18\x05 \x01(\rR\rnumLostTokens\x122\n" +
+	"\x15num_recomputed_tokens\x18\x06 \x01(\rR\x13numRecomputedTokens\x121\n" +
+	"\x06waited\x18\a \x01(\v2\x19.google.protobuf.DurationR\x06waited\x127\n" +
+	"\trecompute\x18\b \x01(\v2\x19.google.protobuf.DurationR\trecompute\x12\x18\n" +
+	"\aresumed\x18\t \x01(\bR\aresumed\"\xae\b\n" +
+	"\x16ExplainRequestResponse\x12*\n" +
+	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
+	"\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\x12\x16\n" +
+	"\x06tenant\x18\x03 \x01(\tR\x06tenant\x12\x14\n" +
+	"\x05label\x18\x04 \x01(\tR\x05label\x12\x14\n" +
+	"\x05level\x18\x05 \x01(\x11R\x05level\x12\x1d\n" +
+	"\n" +
+	"class_name\x18\x06 \x01(\tR\tclassName\x12\x14\n" +
+	"\x05phase\x18\a \x01(\tR\x05phase\x12\x10\n" +
+	"\x03end\x18\b \x01(\tR\x03end\x12\x1c\n" +
+	"\tdelivered\x18\t \x01(\bR\tdelivered\x12/\n" +
+	"\x05total\x18\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\x05total\x12-\n" +
+	"\x04ttft\x18\v \x01(\v2\x19.google.protobuf.DurationR\x04ttft\x12*\n" +
+	"\x11num_prompt_tokens\x18\f \x01(\rR\x0fnumPromptTokens\x12*\n" +
+	"\x11num_cached_tokens\x18\r \x01(\rR\x0fnumCachedTokens\x12*\n" +
+	"\x11num_output_tokens\x18\x0e \x01(\rR\x0fnumOutputTokens\x12 \n" +
+	"\tnum_ahead\x18\x0f \x01(\rH\x00R\bnumAhead\x88\x01\x01\x12\x1d\n" +
+	"\n" +
+	"num_seated\x18\x10 \x01(\rR\tnumSeated\x12-\n" +
+	"\x06seated\x18\x11 \x03(\v2\x15.vorrang.v1.NeighbourR\x06seated\x12\x1f\n" +
+	"\vnum_holders\x18\x12 \x01(\rR\n" +
+	"numHolders\x12/\n" +
+	"\aholders\x18\x13 \x03(\v2\x15.vorrang.v1.NeighbourR\aholders\x12*\n" +
+	"\x11num_prefill_steps\x18\x14 \x01(\rR\x0fnumPrefillSteps\x12(\n" +
+	"\x10num_decode_steps\x18\x15 \x01(\rR\x0enumDecodeSteps\x12@\n" +
+	"\x0ebeside_prefill\x18\x16 \x01(\v2\x19.google.protobuf.DurationR\rbesidePrefill\x12,\n" +
+	"\x06losses\x18\x17 \x03(\v2\x14.vorrang.v1.LifeLossR\x06losses\x12\x1d\n" +
+	"\n" +
+	"num_losses\x18\x18 \x01(\rR\tnumLosses\x12*\n" +
+	"\x05parts\x18\x19 \x03(\v2\x14.vorrang.v1.LifePartR\x05parts\x126\n" +
+	"\tintervals\x18\x1a \x03(\v2\x18.vorrang.v1.LifeIntervalR\tintervals\x12#\n" +
+	"\rnum_intervals\x18\x1b \x01(\rR\fnumIntervalsB\f\n" +
+	"\n" +
+	"_num_ahead*\xb4\x01\n" +
 	"\fRequestState\x12\x1d\n" +
 	"\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n" +
 	"\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n" +
 	"\x15REQUEST_STATE_PREFILL\x10\x02\x12\x18\n" +
 	"\x14REQUEST_STATE_DECODE\x10\x03\x12\x1b\n" +
 	"\x17REQUEST_STATE_PREEMPTED\x10\x04\x12\x18\n" +
-	"\x14REQUEST_STATE_PARKED\x10\x052\xda\x04\n" +
+	"\x14REQUEST_STATE_PARKED\x10\x05*\xfa\x01\n" +
+	"\rHappeningKind\x12\x1e\n" +
+	"\x1aHAPPENING_KIND_UNSPECIFIED\x10\x00\x12\x1a\n" +
+	"\x16HAPPENING_KIND_ARRIVED\x10\x01\x12\x18\n" +
+	"\x14HAPPENING_KIND_ENDED\x10\x02\x12\x19\n" +
+	"\x15HAPPENING_KIND_PARKED\x10\x03\x12\x1b\n" +
+	"\x17HAPPENING_KIND_UNPARKED\x10\x04\x12 \n" +
+	"\x1cHAPPENING_KIND_LEVEL_CHANGED\x10\x05\x12\x1c\n" +
+	"\x18HAPPENING_KIND_PREEMPTED\x10\x06\x12\x1b\n" +
+	"\x17HAPPENING_KIND_COMPUTED\x10\a2\xb3\x05\n" +
 	"\x0eControlService\x12T\n" +
 	"\rGetServerInfo\x12 .vorrang.v1.GetServerInfoRequest\x1a!.vorrang.v1.GetServerInfoResponse\x12B\n" +
 	"\aGetLoad\x12\x1a.vorrang.v1.GetLoadRequest\x1a\x1b.vorrang.v1.GetLoadResponse\x12Q\n" +
@@ -1438,7 +2386,8 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\rCancelRequest\x12 .vorrang.v1.CancelRequestRequest\x1a!.vorrang.v1.CancelRequestResponse\x12l\n" +
 	"\x15UpdateRequestPriority\x12(.vorrang.v1.UpdateRequestPriorityRequest\x1a).vorrang.v1.UpdateRequestPriorityResponse\x12<\n" +
 	"\x05Drain\x12\x18.vorrang.v1.DrainRequest\x1a\x19.vorrang.v1.DrainResponse\x12Y\n" +
-	"\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01BL\n" +
+	"\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01\x12W\n" +
+	"\x0eExplainRequest\x12!.vorrang.v1.ExplainRequestRequest\x1a\".vorrang.v1.ExplainRequestResponseBL\n" +
 	"\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3"
 
 var (
@@ -1453,69 +2402,100 @@ func file_vorrang_v1_control_proto_rawDescGZIP() []byte {
 	return file_vorrang_v1_control_proto_rawDescData
 }
 
-var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 18)
+var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
 var file_vorrang_v1_control_proto_goTypes = []any{
 	(RequestState)(0),                     // 0: vorrang.v1.RequestState
-	(*GetServerInfoRequest)(nil),          // 1: vorrang.v1.GetServerInfoRequest
-	(*GetServerInfoResponse)(nil),         // 2: vorrang.v1.GetServerInfoResponse
-	(*GetLoadRequest)(nil),                // 3: vorrang.v1.GetLoadRequest
-	(*ClassLoad)(nil),                     // 4: vorrang.v1.ClassLoad
-	(*GetLoadResponse)(nil),               // 5: vorrang.v1.GetLoadResponse
-	(*ListRequestsRequest)(nil),           // 6: vorrang.v1.ListRequestsRequest
-	(*RequestInfo)(nil),                   // 7: vorrang.v1.RequestInfo
-	(*ListRequestsResponse)(nil),          // 8: vorrang.v1.ListRequestsResponse
-	(*CancelRequestRequest)(nil),          // 9: vorrang.v1.CancelRequestRequest
-	(*CancelRequestResponse)(nil),         // 10: vorrang.v1.CancelRequestResponse
-	(*UpdateRequestPriorityRequest)(nil),  // 11: vorrang.v1.UpdateRequestPriorityRequest
-	(*UpdateRequestPriorityResponse)(nil), // 12: vorrang.v1.UpdateRequestPriorityResponse
-	(*DrainRequest)(nil),                  // 13: vorrang.v1.DrainRequest
-	(*DrainResponse)(nil),                 // 14: vorrang.v1.DrainResponse
-	(*WatchDecisionsRequest)(nil),         // 15: vorrang.v1.WatchDecisionsRequest
-	(*GrantDecision)(nil),                 // 16: vorrang.v1.GrantDecision
-	(*PreemptDecision)(nil),               // 17: vorrang.v1.PreemptDecision
-	(*WatchDecisionsResponse)(nil),        // 18: vorrang.v1.WatchDecisionsResponse
-	(*Limits)(nil),                        // 19: vorrang.v1.Limits
-	(*timestamppb.Timestamp)(nil),         // 20: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 21: google.protobuf.Duration
-	(*Usage)(nil),                         // 22: vorrang.v1.Usage
-	(*Priority)(nil),                      // 23: vorrang.v1.Priority
-	(PreemptReason)(0),                    // 24: vorrang.v1.PreemptReason
+	(HappeningKind)(0),                    // 1: vorrang.v1.HappeningKind
+	(*GetServerInfoRequest)(nil),          // 2: vorrang.v1.GetServerInfoRequest
+	(*GetServerInfoResponse)(nil),         // 3: vorrang.v1.GetServerInfoResponse
+	(*GetLoadRequest)(nil),                // 4: vorrang.v1.GetLoadRequest
+	(*ClassLoad)(nil),                     // 5: vorrang.v1.ClassLoad
+	(*GetLoadResponse)(nil),               // 6: vorrang.v1.GetLoadResponse
+	(*ListRequestsRequest)(nil),           // 7: vorrang.v1.ListRequestsRequest
+	(*RequestInfo)(nil),                   // 8: vorrang.v1.RequestInfo
+	(*ListRequestsResponse)(nil),          // 9: vorrang.v1.ListRequestsResponse
+	(*CancelRequestRequest)(nil),          // 10: vorrang.v1.CancelRequestRequest
+	(*CancelRequestResponse)(nil),         // 11: vorrang.v1.CancelRequestResponse
+	(*UpdateRequestPriorityRequest)(nil),  // 12: vorrang.v1.UpdateRequestPriorityRequest
+	(*UpdateRequestPriorityResponse)(nil), // 13: vorrang.v1.UpdateRequestPriorityResponse
+	(*DrainRequest)(nil),                  // 14: vorrang.v1.DrainRequest
+	(*DrainResponse)(nil),                 // 15: vorrang.v1.DrainResponse
+	(*WatchDecisionsRequest)(nil),         // 16: vorrang.v1.WatchDecisionsRequest
+	(*Happening)(nil),                     // 17: vorrang.v1.Happening
+	(*GrantDecision)(nil),                 // 18: vorrang.v1.GrantDecision
+	(*PreemptDecision)(nil),               // 19: vorrang.v1.PreemptDecision
+	(*WatchDecisionsResponse)(nil),        // 20: vorrang.v1.WatchDecisionsResponse
+	(*ExplainRequestRequest)(nil),         // 21: vorrang.v1.ExplainRequestRequest
+	(*Neighbour)(nil),                     // 22: vorrang.v1.Neighbour
+	(*LifeInterval)(nil),                  // 23: vorrang.v1.LifeInterval
+	(*LifePart)(nil),                      // 24: vorrang.v1.LifePart
+	(*LifeLoss)(nil),                      // 25: vorrang.v1.LifeLoss
+	(*ExplainRequestResponse)(nil),        // 26: vorrang.v1.ExplainRequestResponse
+	(*Limits)(nil),                        // 27: vorrang.v1.Limits
+	(*timestamppb.Timestamp)(nil),         // 28: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 29: google.protobuf.Duration
+	(*Usage)(nil),                         // 30: vorrang.v1.Usage
+	(*Priority)(nil),                      // 31: vorrang.v1.Priority
+	(PreemptReason)(0),                    // 32: vorrang.v1.PreemptReason
 }
 var file_vorrang_v1_control_proto_depIdxs = []int32{
-	19, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
-	20, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
-	4,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
-	21, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
+	27, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
+	28, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
+	5,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
+	29, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
 	0,  // 4: vorrang.v1.RequestInfo.state:type_name -> vorrang.v1.RequestState
-	22, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
-	21, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
-	7,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
-	23, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
-	21, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
-	24, // 10: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
-	20, // 11: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
-	16, // 12: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
-	17, // 13: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
-	1,  // 14: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
-	3,  // 15: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
-	6,  // 16: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
-	9,  // 17: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
-	11, // 18: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
-	13, // 19: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
-	15, // 20: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
-	2,  // 21: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
-	5,  // 22: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
-	8,  // 23: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
-	10, // 24: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
-	12, // 25: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
-	14, // 26: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
-	18, // 27: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
-	21, // [21:28] is the sub-list for method output_type
-	14, // [14:21] is the sub-list for method input_type
-	14, // [14:14] is the sub-list for extension type_name
-	14, // [14:14] is the sub-list for extension extendee
-	0,  // [0:14] is the sub-list for field type_name
+	30, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
+	29, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	8,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
+	31, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
+	29, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	1,  // 10: vorrang.v1.Happening.kind:type_name -> vorrang.v1.HappeningKind
+	28, // 11: vorrang.v1.Happening.at:type_name -> google.protobuf.Timestamp
+	19, // 12: vorrang.v1.Happening.preemption:type_name -> vorrang.v1.PreemptDecision
+	32, // 13: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
+	28, // 14: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
+	18, // 15: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
+	19, // 16: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
+	17, // 17: vorrang.v1.WatchDecisionsResponse.happenings:type_name -> vorrang.v1.Happening
+	29, // 18: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
+	29, // 19: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
+	29, // 20: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
+	29, // 21: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
+	29, // 22: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
+	32, // 23: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
+	22, // 24: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
+	29, // 25: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
+	29, // 26: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
+	29, // 27: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
+	29, // 28: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
+	22, // 29: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
+	22, // 30: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
+	29, // 31: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
+	25, // 32: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
+	24, // 33: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
+	23, // 34: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
+	2,  // 35: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
+	4,  // 36: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
+	7,  // 37: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
+	10, // 38: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
+	12, // 39: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
+	14, // 40: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
+	16, // 41: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
+	21, // 42: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
+	3,  // 43: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
+	6,  // 44: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
+	9,  // 45: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
+	11, // 46: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
+	13, // 47: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
+	15, // 48: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
+	20, // 49: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
+	26, // 50: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
+	43, // [43:51] is the sub-list for method output_type
+	35, // [35:43] is the sub-list for method input_type
+	35, // [35:35] is the sub-list for extension type_name
+	35, // [35:35] is the sub-list for extension extendee
+	0,  // [0:35] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_control_proto_init() }
@@ -1524,13 +2504,14 @@ func file_vorrang_v1_control_proto_init() {
 		return
 	}
 	file_vorrang_v1_types_proto_init()
+	file_vorrang_v1_control_proto_msgTypes[24].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_vorrang_v1_control_proto_rawDesc), len(file_vorrang_v1_control_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   18,
+			NumEnums:      2,
+			NumMessages:   25,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -28,6 +28,7 @@ const (
 	ControlService_UpdateRequestPriority_FullMethodName = "/vorrang.v1.ControlService/UpdateRequestPriority"
 	ControlService_Drain_FullMethodName                 = "/vorrang.v1.ControlService/Drain"
 	ControlService_WatchDecisions_FullMethodName        = "/vorrang.v1.ControlService/WatchDecisions"
+	ControlService_ExplainRequest_FullMethodName        = "/vorrang.v1.ControlService/ExplainRequest"
 )
 
 // ControlServiceClient is the client API for ControlService service.
@@ -50,6 +51,8 @@ type ControlServiceClient interface {
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
 	// The scheduler's decisions, step by step, as they are made.
 	WatchDecisions(ctx context.Context, in *WatchDecisionsRequest, opts ...grpc.CallOption) (grpc.ServerStreamingClient[WatchDecisionsResponse], error)
+	// Where the time of one request went, alive or ended a while ago.
+	ExplainRequest(ctx context.Context, in *ExplainRequestRequest, opts ...grpc.CallOption) (*ExplainRequestResponse, error)
 }
 
 type controlServiceClient struct {
@@ -139,6 +142,16 @@ func (c *controlServiceClient) WatchDecisions(ctx context.Context, in *WatchDeci
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type ControlService_WatchDecisionsClient = grpc.ServerStreamingClient[WatchDecisionsResponse]
 
+func (c *controlServiceClient) ExplainRequest(ctx context.Context, in *ExplainRequestRequest, opts ...grpc.CallOption) (*ExplainRequestResponse, error) {
+	cOpts := append([]grpc.CallOption{grpc.StaticMethod()}, opts...)
+	out := new(ExplainRequestResponse)
+	err := c.cc.Invoke(ctx, ControlService_ExplainRequest_FullMethodName, in, out, cOpts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ControlServiceServer is the server API for ControlService service.
 // All implementations must embed UnimplementedControlServiceServer
 // for forward compatibility.
@@ -159,6 +172,8 @@ type ControlServiceServer interface {
 	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
 	// The scheduler's decisions, step by step, as they are made.
 	WatchDecisions(*WatchDecisionsRequest, grpc.ServerStreamingServer[WatchDecisionsResponse]) error
+	// Where the time of one request went, alive or ended a while ago.
+	ExplainRequest(context.Context, *ExplainRequestRequest) (*ExplainRequestResponse, error)
 	mustEmbedUnimplementedControlServiceServer()
 }
 
@@ -189,6 +204,9 @@ func (UnimplementedControlServiceServer) Drain(context.Context, *DrainRequest) (
 }
 func (UnimplementedControlServiceServer) WatchDecisions(*WatchDecisionsRequest, grpc.ServerStreamingServer[WatchDecisionsResponse]) error {
 	return status.Error(codes.Unimplemented, "method WatchDecisions not implemented")
+}
+func (UnimplementedControlServiceServer) ExplainRequest(context.Context, *ExplainRequestRequest) (*ExplainRequestResponse, error) {
+	return nil, status.Error(codes.Unimplemented, "method ExplainRequest not implemented")
 }
 func (UnimplementedControlServiceServer) mustEmbedUnimplementedControlServiceServer() {}
 func (UnimplementedControlServiceServer) testEmbeddedByValue()                        {}
@@ -330,6 +348,24 @@ func _ControlService_WatchDecisions_Handler(srv interface{}, stream grpc.ServerS
 // This type alias is provided for backwards compatibility with existing code that references the prior non-generic stream type by name.
 type ControlService_WatchDecisionsServer = grpc.ServerStreamingServer[WatchDecisionsResponse]
 
+func _ControlService_ExplainRequest_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(ExplainRequestRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ControlServiceServer).ExplainRequest(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: ControlService_ExplainRequest_FullMethodName,
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ControlServiceServer).ExplainRequest(ctx, req.(*ExplainRequestRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 // ControlService_ServiceDesc is the grpc.ServiceDesc for ControlService service.
 // It's only intended for direct use with grpc.RegisterService,
 // and not to be introspected or modified (even as a copy)
@@ -360,6 +396,10 @@ var ControlService_ServiceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "Drain",
 			Handler:    _ControlService_Drain_Handler,
+		},
+		{
+			MethodName: "ExplainRequest",
+			Handler:    _ControlService_ExplainRequest_Handler,
 		},
 	},
 	Streams: []grpc.StreamDesc{

@@ -70,6 +70,11 @@ class ControlServiceStub(object):
                 request_serializer=vorrang_dot_v1_dot_control__pb2.WatchDecisionsRequest.SerializeToString,
                 response_deserializer=vorrang_dot_v1_dot_control__pb2.WatchDecisionsResponse.FromString,
                 _registered_method=True)
+        self.ExplainRequest = channel.unary_unary(
+                '/vorrang.v1.ControlService/ExplainRequest',
+                request_serializer=vorrang_dot_v1_dot_control__pb2.ExplainRequestRequest.SerializeToString,
+                response_deserializer=vorrang_dot_v1_dot_control__pb2.ExplainRequestResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServiceServicer(object):
@@ -125,6 +130,13 @@ class ControlServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExplainRequest(self, request, context):
+        """Where the time of one request went, alive or ended a while ago.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -162,6 +174,11 @@ def add_ControlServiceServicer_to_server(servicer, server):
                     servicer.WatchDecisions,
                     request_deserializer=vorrang_dot_v1_dot_control__pb2.WatchDecisionsRequest.FromString,
                     response_serializer=vorrang_dot_v1_dot_control__pb2.WatchDecisionsResponse.SerializeToString,
+            ),
+            'ExplainRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.ExplainRequest,
+                    request_deserializer=vorrang_dot_v1_dot_control__pb2.ExplainRequestRequest.FromString,
+                    response_serializer=vorrang_dot_v1_dot_control__pb2.ExplainRequestResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -354,6 +371,33 @@ class ControlService(object):
             '/vorrang.v1.ControlService/WatchDecisions',
             vorrang_dot_v1_dot_control__pb2.WatchDecisionsRequest.SerializeToString,
             vorrang_dot_v1_dot_control__pb2.WatchDecisionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExplainRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/vorrang.v1.ControlService/ExplainRequest',
+            vorrang_dot_v1_dot_control__pb2.ExplainRequestRequest.SerializeToString,
+            vorrang_dot_v1_dot_control__pb2.ExplainRequestResponse.FromString,
             options,
             channel_credentials,
             insecure,

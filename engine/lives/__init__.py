@@ -1,0 +1,1 @@
+"""Where the time of every request went: kept from the scheduler's decisions."""
