@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from engine.errors import VorrangError
 from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent, Started
 from engine.request import FinishReason, RequestId, RequestSpec
-from engine.scheduler.commands import Command, Fail, Finish, Park, SetLevel, Unpark
+from engine.scheduler.commands import Allow, Command, Fail, Finish, Park, SetLevel, Unpark
 
 
 class RequestHandle:
@@ -24,6 +24,7 @@ class RequestHandle:
         num_output_tokens: output tokens so far.
         started: whether it was ever admitted.
         finished: whether the terminal event has been put into the buffer.
+        allows: whether ``allow`` is needed, because a step may bring more than one token.
     """
 
     def __init__(
@@ -32,6 +33,8 @@ class RequestHandle:
         queue_position: int,
         send: Callable[[Command], None],
         on_ready: "Callable[[RequestHandle], None] | None" = None,
+        *,
+        allows: bool = False,
     ) -> None:
         self.spec = spec
         self.queue_position = queue_position
@@ -40,6 +43,7 @@ class RequestHandle:
         self.num_output_tokens = 0
         self.started = False
         self.finished = False
+        self.allows = allows
         self._send = send
         self._on_ready = on_ready
         self._buffer: list[RequestEvent] = []
@@ -74,6 +78,11 @@ class RequestHandle:
         """Let it go on before the next step. Harmless when it has ended or was not parked."""
         if not self.finished:
             self._send(Unpark(self.request_id))
+
+    def allow(self, num_output_tokens: int | None) -> None:
+        """Let no step bring its output beyond that length; None = any. A step brings one token at least."""
+        if self.allows and not self.finished:
+            self._send(Allow(self.request_id, num_output_tokens))
 
     @property
     def has_events(self) -> bool:

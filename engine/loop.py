@@ -132,6 +132,7 @@ class Engine:
         observer: EngineObserver | None = None,
     ) -> None:
         assert pipeline_depth in (0, 1)
+        assert not (pipeline_depth and config.speculation_tokens), "how far drafts get is not known ahead"
         context = min(config.max_context_tokens, runner.info.context_tokens)
         self.config = dataclasses.replace(config, max_context_tokens=context)
         self.tokenizer = tokenizer
@@ -218,7 +219,13 @@ class Engine:
         assert spec.request_id not in self._live
         now = self._clock.now()
         displaced = self._scheduler.submit(spec, now)
-        handle = RequestHandle(spec, self._scheduler.position(spec.request_id), self._send, on_ready)
+        handle = RequestHandle(
+            spec,
+            self._scheduler.position(spec.request_id),
+            self._send,
+            on_ready,
+            allows=self.config.speculation_tokens > 0,
+        )
         sampling = spec.sampling
         text = OutputText(
             self.tokenizer.stream_decoder(spec.prompt_token_ids),
@@ -470,21 +477,23 @@ class Engine:
             self._observer.produced(live.handle.spec, len(event.token_ids), gap_s)
             live.last_token_at = now
         try:
-            text = self._text_of(live, event)
+            text, num_tokens = self._text_of(live, event)
         except Exception as error:  # one poisoned request fails alone
             command: Command = Fail(event.request_id, self._incident("request.text_failed", error))
             self._dispatch(self._scheduler.apply(command, now))
             return
-        live.handle.put(Delta(event.request_id, event.first_index, event.token_ids, text))
+        live.handle.put(Delta(event.request_id, event.first_index, event.token_ids[:num_tokens], text))
         if live.stop_string is not None:
-            command = Finish(event.request_id, FinishReason.STOP_STRING)
+            length = event.first_index + num_tokens
+            command = Finish(event.request_id, FinishReason.STOP_STRING, num_output_tokens=length)
             self._dispatch(self._scheduler.apply(command, now))
         elif live.handle.num_buffered_tokens > self.max_buffered_tokens:
             rule = f"{live.handle.num_buffered_tokens} output tokens wait to be read,"
             command = Fail(event.request_id, SlowConsumer(f"{rule} more than {self.max_buffered_tokens}"))
             self._dispatch(self._scheduler.apply(command, now))
 
-    def _text_of(self, live: _Live, event: TokensSampled) -> str:
+    def _text_of(self, live: _Live, event: TokensSampled) -> tuple[str, int]:
+        """The tokens' text, and how many of them count: none after a stop string."""
         spec = live.handle.spec
         text = ""
         for index, token_id in enumerate(event.token_ids, start=event.first_index):
@@ -493,8 +502,10 @@ class Engine:
                 continue  # it ends the output and has no text
             piece = live.text.push(token_id, may_stop=may_stop)
             text += piece.text
-            live.stop_string = live.stop_string or piece.stop_string
-        return text
+            if piece.stop_string is not None:
+                live.stop_string = piece.stop_string
+                return text, index - event.first_index + 1
+        return text, len(event.token_ids)
 
     def _end(self, live: _Live, event: Finished | Failed) -> None:
         handle = live.handle

@@ -346,6 +346,8 @@ def usage(cost: Usage) -> types.Usage:
         decode=duration(cost.decode_s),
         preempted=duration(cost.preempted_s),
         parked=duration(cost.parked_s),
+        drafted_tokens=cost.drafted_tokens,
+        accepted_tokens=cost.accepted_tokens,
     )
 
 

@@ -29,6 +29,8 @@ class Usage:
         decode_s: from the first output token to the end, less preempted and parked time.
         preempted_s: waiting after preemptions.
         parked_s: paused, or without credit.
+        drafted_tokens: output tokens that the server guessed and verified.
+        accepted_tokens: of these, the ones that were right.
     """
 
     prompt_tokens: int = 0
@@ -41,6 +43,8 @@ class Usage:
     decode_s: float = 0.0
     preempted_s: float = 0.0
     parked_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +275,8 @@ def decode_usage(usage: types_pb2.Usage) -> Usage:
         decode_s=seconds(usage.decode),
         preempted_s=seconds(usage.preempted),
         parked_s=seconds(usage.parked),
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 

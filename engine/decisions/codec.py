@@ -21,18 +21,18 @@ from engine.errors import InvalidRequest, VorrangError
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Allow, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig, TenantConfig
 from engine.scheduler.decisions import Applied, Call, Committed, Origin, Planned, Record, Submitted
 from engine.scheduler.plan import StepResult
 
 FORMAT = "vorrang_decision_log"
-VERSION = 1
+VERSION = 2
 #: Larger pools are taken for damage: a replay would have to make them.
 MAX_POOL_BLOCKS = 2**24
 
 _DECISION = ("step", "grants", "gate", "num_running", "num_waiting", "num_free_blocks")
-_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, LoseKv)}
+_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, Allow, LoseKv)}
 _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip
@@ -107,6 +107,8 @@ def _body(record: Record) -> dict[str, Any]:
             body |= {"call": "commit", "step": step, "sampled": dict(result.sampled)}
             if result.failures:
                 body["failures"] = dict(result.failures)
+            if result.after_drafts:
+                body["after_drafts"] = dict(result.after_drafts)
     if record.events:
         body["events"] = record.events
     if record.error is not None:
@@ -197,9 +199,14 @@ def read_call(body: Mapping[str, Any]) -> tuple[Call, float]:
         case "commit":
             sampled = _member(body, "sampled", dict)
             failures = _member(body, "failures", dict) if "failures" in body else {}
+            after_drafts = _member(body, "after_drafts", dict) if "after_drafts" in body else {}
             result = StepResult(
                 {RequestId(i): _read(int, token, f"sampled.{i}") for i, token in sampled.items()},
                 {RequestId(i): _read(VorrangError, e, f"failures.{i}") for i, e in failures.items()},
+                {
+                    RequestId(i): _read(tuple[int, ...], token_ids, f"after_drafts.{i}")
+                    for i, token_ids in after_drafts.items()
+                },
             )
             return Committed(_read(int, body.get("step"), "step"), result), now
         case other:

@@ -1,14 +1,15 @@
 """A plan as flat tensors: what the model reads, in which rows it samples, and how."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.errors import VorrangError
 from engine.request import RequestId
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Grant, Plan, StepResult
 from kernels.ops import AttentionInputs, SamplingInputs
 
 Int64Array = NDArray[np.int64]
@@ -22,7 +23,8 @@ class Batch:
         request_ids: the S requests, in order of their tokens.
         token_ids: ``[T]`` int64.
         attention: where the tokens are.
-        sampling_ids: the R requests that sample, in order.
+        sampling_ids: whose the R rows that sample are, in order; a request that was granted drafts has one
+            row for its known token and one for each draft.
         sample_rows: ``[R]`` int64, the token whose logits each of them samples from.
         sampling: how.
         unknown: place of each token that nobody knows yet, because the step before samples it, and
@@ -36,6 +38,19 @@ class Batch:
     sample_rows: torch.Tensor
     sampling: SamplingInputs
     unknown: tuple[tuple[int, RequestId], ...] = ()
+
+    def result(self, token_ids: Iterable[int], failures: Mapping[RequestId, VorrangError]) -> StepResult:
+        """What the step has brought, of tokens in the order of ``sampling_ids``."""
+        sampled: dict[RequestId, int] = {}
+        after_drafts: dict[RequestId, list[int]] = {}
+        for request_id, token_id in zip(self.sampling_ids, token_ids, strict=True):
+            if request_id in failures:
+                continue
+            if request_id in sampled:
+                after_drafts.setdefault(request_id, []).append(token_id)
+            else:
+                sampled[request_id] = token_id
+        return StepResult(sampled, failures, after_drafts)
 
 
 def build_batch(plan: Plan, block_size: int) -> Batch:
@@ -59,7 +74,12 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
     tables = _block_tables(grants, -(-context_lens // block_size))
     owners = np.repeat(np.arange(len(grants)), counts)
     slots = tables[owners, positions // block_size] * block_size + positions % block_size
-    sampling = [(row, grant) for row, grant in enumerate(grants) if grant.output_index is not None]
+    sampling = [
+        (int(query_start[row + 1]) - 1 - num_later, grant, grant.output_index + grant.num_drafts - num_later)
+        for row, grant in enumerate(grants)
+        if grant.output_index is not None
+        for num_later in range(grant.num_drafts, -1, -1)
+    ]
     return Batch(
         request_ids=tuple(grant.request_id for grant in grants),
         token_ids=torch.from_numpy(token_ids),
@@ -70,9 +90,9 @@ def build_batch(plan: Plan, block_size: int) -> Batch:
             query_start=torch.from_numpy(query_start),
             context_lens=torch.from_numpy(context_lens),
         ),
-        sampling_ids=tuple(grant.request_id for _, grant in sampling),
-        sample_rows=torch.tensor([query_start[row + 1] - 1 for row, _ in sampling], dtype=torch.int64),
-        sampling=_sampling_inputs([grant for _, grant in sampling]),
+        sampling_ids=tuple(grant.request_id for _, grant, _ in sampling),
+        sample_rows=torch.tensor([row for row, _, _ in sampling], dtype=torch.int64),
+        sampling=_sampling_inputs([(grant, output_index) for _, grant, output_index in sampling]),
         unknown=tuple((int(query_start[row + 1]) - 1, grants[row].request_id) for row in unknown),
     )
 
@@ -85,9 +105,14 @@ def _block_tables(grants: Sequence[Grant], num_blocks: Int64Array) -> Int64Array
     return tables
 
 
-def _sampling_inputs(grants: Sequence[Grant]) -> SamplingInputs:
-    params = [grant.sampling for grant in grants]
-    banned = [(row, token_id) for row, grant in enumerate(grants) for token_id in grant.banned_token_ids]
+def _sampling_inputs(rows: Sequence[tuple[Grant, int]]) -> SamplingInputs:
+    """How each row samples: for which grant, which of its output tokens."""
+    params = [grant.sampling for grant, _ in rows]
+    banned = [
+        (row, token_id)
+        for row, (grant, output_index) in enumerate(rows)
+        for token_id in grant.banned_at(output_index)
+    ]
     seeds = np.array([param.seed for param in params], dtype=np.uint64)
     return SamplingInputs(
         temperature=torch.tensor([param.temperature for param in params], dtype=torch.float64),
@@ -95,7 +120,7 @@ def _sampling_inputs(grants: Sequence[Grant]) -> SamplingInputs:
         top_p=torch.tensor([param.top_p for param in params], dtype=torch.float64),
         min_p=torch.tensor([param.min_p for param in params], dtype=torch.float64),
         seed=torch.from_numpy(seeds.view(np.int64)),
-        output_index=torch.tensor([grant.output_index for grant in grants], dtype=torch.int64),
+        output_index=torch.tensor([output_index for _, output_index in rows], dtype=torch.int64),
         banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
         banned_ids=torch.tensor([token_id for _, token_id in banned], dtype=torch.int64),
     )

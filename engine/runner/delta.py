@@ -28,8 +28,8 @@ ANY_TOKEN_ID = 0
 
 #: key, id, parameters, ending ids
 Introduction = tuple[int, RequestId, SamplingParams, frozenset[int]]
-#: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them
-Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int]]
+#: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them, drafts
+Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int], Sequence[int]]
 #: step, keys to forget, introductions, rows in the order of the grants
 PlanDelta = tuple[int, Sequence[int], Sequence[Introduction], Sequence[Row]]
 
@@ -78,12 +78,13 @@ class PlanEncoder:
                 )
             told.plan = self._num_plans
             new_tokens = token_ids[told.num_tokens :]
-            num_known, end = len(token_ids), start + num_tokens
+            drafts = request.draft_token_ids
+            num_known, end = len(token_ids), start + num_tokens - len(drafts)
             told.num_tokens = num_known if num_known >= end else end  # the decoder adds what is unknown
             kept = told.num_blocks if table is told.block_table else 0
             new_blocks = table[kept:] if len(table) > kept else _NOTHING
             told.block_table, told.num_blocks = table, len(table)
-            rows.append((told.key, start, num_tokens, output_index, new_tokens, kept, new_blocks))
+            rows.append((told.key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts))
         return plan.step, gone, introductions, rows
 
     def _sweep(self) -> list[int]:
@@ -95,7 +96,9 @@ class PlanEncoder:
 class KnownRequest:
     """A request as the far end knows it: a ``Granted``."""
 
-    __slots__ = ("block_table", "ending_token_ids", "request_id", "sampling", "token_ids")
+    __slots__ = (
+        "block_table", "draft_token_ids", "ending_token_ids", "request_id", "sampling", "token_ids",
+    )  # fmt: skip
 
     #: The far end keeps no record of levels.
     level = 0
@@ -107,6 +110,7 @@ class KnownRequest:
         self.sampling = sampling
         self.ending_token_ids = ending_token_ids
         self.token_ids: list[int] = []
+        self.draft_token_ids: Sequence[int] = ()
         self.block_table: list[int] = []
 
 
@@ -156,10 +160,11 @@ class PlanDecoder:
         for key, request_id, sampling, ending_token_ids in introductions:
             known[key] = KnownRequest(request_id, sampling, ending_token_ids)
         grants: list[Grant] = []
-        for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
+        for key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
-            if len(request.token_ids) >= start + num_tokens:
+            request.draft_token_ids = drafts
+            if len(request.token_ids) >= start + num_tokens - len(drafts):
                 pass
             elif is_ahead:
                 self._lacking.append(request)

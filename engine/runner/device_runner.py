@@ -157,8 +157,7 @@ class DeviceModel:
         fail_alone(plan, [i for i, count in broken if count], "hidden states are not finite", failures)
         hopeless = [i for i, bad in zip(batch.sampling_ids, failed, strict=True) if bad]
         fail_alone(plan, hopeless, "no finite logits", failures)
-        sampled = zip(batch.sampling_ids, token_ids, strict=True)
-        return StepResult({i: token_id for i, token_id in sampled if i not in failures}, failures)
+        return batch.result(token_ids, failures)
 
     def _compute(self, shape: StepShape, words: Tensor, num_sampling: int, report: "HostWords") -> Tensor:
         """Compute and sample; the result on the host, once the device is there.

@@ -178,7 +178,7 @@ class ProcessRunner:
             return  # whoever wanted it was cancelled
         self._num_in_a_row = 0
         if kind == RESULT:
-            step.result.set_result(_result(step.plan, message[2], message[3]))
+            step.result.set_result(_result(step.plan, *message[2:]))
         else:
             step.result.set_exception(unpack_error(message[2]))
 
@@ -249,10 +249,16 @@ class ProcessRunner:
         return RunnerLost(death.cause, from_outside=death.from_outside, recovery=self._recovery)
 
 
-def _result(plan: Plan, sampled: list[int | None], failures: dict[RequestId, PackedError]) -> StepResult:
+def _result(
+    plan: Plan,
+    sampled: list[int | None],
+    failures: dict[RequestId, PackedError],
+    after_drafts: dict[RequestId, list[int]],
+) -> StepResult:
     ids = [grant.request_id for grant in plan.grants if grant.output_index is not None]
     tokens = {i: token_id for i, token_id in zip(ids, sampled, strict=True) if token_id is not None}
-    return StepResult(tokens, {request_id: _failure(packed) for request_id, packed in failures.items()})
+    failed = {request_id: _failure(packed) for request_id, packed in failures.items()}
+    return StepResult(tokens, failed, after_drafts)
 
 
 def _failure(packed: PackedError) -> VorrangError:

@@ -11,7 +11,7 @@ import asyncio
 import codecs
 from collections.abc import Mapping, Sequence
 
-from engine.errors import InternalError
+from engine.errors import InternalError, VorrangError
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -110,10 +110,18 @@ class ScriptedRunner:
         before, self._sampled = self._sampled, {}
         for grant in plan.grants:
             self._write(grant, before)
-        found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
-        self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
-        failed = found.keys() - self._sampled.keys()
-        return StepResult(self._sampled, {i: InternalError("unwritten-slot") for i in failed})
+        found: dict[RequestId, list[int]] = {}
+        failures: dict[RequestId, VorrangError] = {}
+        for grant in plan.grants:
+            if grant.output_index is None:
+                continue
+            said = [self._sample(grant, grant.num_drafts - i) for i in range(grant.num_drafts + 1)]
+            if None in said:
+                failures[grant.request_id] = InternalError("unwritten-slot")
+            else:
+                found[grant.request_id] = [token_id for token_id in said if token_id is not None]
+        self._sampled = {i: said[0] for i, said in found.items()}
+        return StepResult(self._sampled, failures, {i: s[1:] for i, s in found.items() if len(s) > 1})
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -126,8 +134,9 @@ class ScriptedRunner:
         for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
-    def _sample(self, grant: Grant) -> int | None:
-        num_tokens = grant.start + grant.num_tokens
+    def _sample(self, grant: Grant, num_later: int) -> int | None:
+        """What follows the granted tokens but the last ``num_later``; None: a slot was never written."""
+        num_tokens = grant.start + grant.num_tokens - num_later
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
         if len(token_ids) < num_tokens:

@@ -100,8 +100,7 @@ class TorchModel:
         if bool(chosen.failed.any()):
             rows = chosen.failed.nonzero().flatten().tolist()
             fail_alone(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
-        sampled = dict(zip(batch.sampling_ids, chosen.token_ids.tolist(), strict=True))
-        return StepResult({key: token for key, token in sampled.items() if key not in failures}, failures)
+        return batch.result(chosen.token_ids.tolist(), failures)
 
 
 def fail_alone(

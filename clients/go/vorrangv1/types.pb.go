@@ -1113,9 +1113,13 @@ type Usage struct {
 	// Time waiting after preemptions.
 	Preempted *durationpb.Duration `protobuf:"bytes,9,opt,name=preempted,proto3" json:"preempted,omitempty"`
 	// Time parked (paused, or without credit).
-	Parked        *durationpb.Duration `protobuf:"bytes,10,opt,name=parked,proto3" json:"parked,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Parked *durationpb.Duration `protobuf:"bytes,10,opt,name=parked,proto3" json:"parked,omitempty"`
+	// Output tokens that were guessed and verified (speculation).
+	DraftedTokens uint32 `protobuf:"varint,11,opt,name=drafted_tokens,json=draftedTokens,proto3" json:"drafted_tokens,omitempty"`
+	// Of these, the ones that were right.
+	AcceptedTokens uint32 `protobuf:"varint,12,opt,name=accepted_tokens,json=acceptedTokens,proto3" json:"accepted_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -1216,6 +1220,20 @@ func (x *Usage) GetParked() *durationpb.Duration {
 		return x.Parked
 	}
 	return nil
+}
+
+func (x *Usage) GetDraftedTokens() uint32 {
+	if x != nil {
+		return x.DraftedTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedTokens() uint32 {
+	if x != nil {
+		return x.AcceptedTokens
+	}
+	return 0
 }
 
 // A token and its log probability.
@@ -1571,7 +1589,7 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\vnum_outputs\x18\v \x01(\rH\x01R\n" +
 	"numOutputs\x88\x01\x01B\x10\n" +
 	"\x0e_credit_tokensB\x0e\n" +
-	"\f_num_outputs\"\xcc\x03\n" +
+	"\f_num_outputs\"\x9c\x04\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12#\n" +
@@ -1583,7 +1601,9 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x06decode\x18\b \x01(\v2\x19.google.protobuf.DurationR\x06decode\x127\n" +
 	"\tpreempted\x18\t \x01(\v2\x19.google.protobuf.DurationR\tpreempted\x121\n" +
 	"\x06parked\x18\n" +
-	" \x01(\v2\x19.google.protobuf.DurationR\x06parked\"C\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\x06parked\x12%\n" +
+	"\x0edrafted_tokens\x18\v \x01(\rR\rdraftedTokens\x12'\n" +
+	"\x0faccepted_tokens\x18\f \x01(\rR\x0eacceptedTokens\"C\n" +
 	"\fTokenLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\"r\n" +
