@@ -81,7 +81,7 @@ TABLE: Mapping[str, Metric] = {
         _counter("vorrang_cached_tokens", "Those of them that were found in the prefix cache.", *_BY_TENANT),
         _counter("vorrang_output_tokens", "Output tokens.", *_BY_TENANT),
         _counter("vorrang_recomputed_tokens", "Tokens computed again after preemptions.", *_BY_TENANT),
-        _counter("vorrang_drafted_tokens", "Tokens guessed and verified, of requests that ended.", *_BY_TENANT),
+        _counter("vorrang_drafted_tokens", "Tokens that were guessed and verified.", *_BY_TENANT),
         _counter("vorrang_accepted_tokens", "Those of them that were right.", *_BY_TENANT),
         _counter("vorrang_preemptions", "Preemptions, by reason.", *_BY_TENANT, "reason"),
         _counter("vorrang_credit_stalls", "Times a request was parked for want of credit.", *_BY_TENANT),
