@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from engine.errors import VorrangError
-from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent, Started
+from engine.events import TERMINAL, Delta, LevelChanged, PromptLogProbs, RequestEvent, Started
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.scheduler.commands import Command, Fail, Finish, Park, SetLevel, Unpark
 
@@ -105,8 +105,15 @@ class RequestHandle:
         last = self._buffer[-1] if self._buffer else None
         if isinstance(event, Delta) and isinstance(last, Delta):
             self._buffer[-1] = Delta(
-                event.request_id, last.first_index, last.token_ids + event.token_ids, last.text + event.text
+                event.request_id,
+                last.first_index,
+                last.token_ids + event.token_ids,
+                last.text + event.text,
+                last.logprobs + event.logprobs,
             )
+        elif isinstance(event, PromptLogProbs) and isinstance(last, PromptLogProbs):
+            positions = last.positions + event.positions
+            self._buffer[-1] = PromptLogProbs(event.request_id, last.first_index, positions)
         else:
             self._buffer.append(event)
         if isinstance(event, Delta):

@@ -22,7 +22,18 @@ from engine.handle import RequestHandle
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
-from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from engine.sampling import (
+    MAX_BANNED_SEQUENCES,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_OUTPUTS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEQUENCE_TOKENS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 from server import convert
 from server.convert import Draft
 from server.errors import EngineStarting, row_of
@@ -273,13 +284,19 @@ class Backend:
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_bytes=MAX_STOP_STRING_BYTES,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
-            max_logprobs=0,
+            max_logprobs=MAX_LOGPROBS,
             max_frame_bytes=self.settings.max_frame_bytes,
             max_session_requests=self.settings.max_session_requests,
             max_bad_frames=self.settings.max_bad_frames,
             max_request_id_bytes=MAX_REQUEST_ID_BYTES,
             max_buffered_tokens=engine.max_buffered_tokens,
             max_label_bytes=convert.MAX_LABEL_BYTES,
+            max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+            max_outputs=MAX_OUTPUTS,
+            max_logit_biases=MAX_LOGIT_BIASES,
+            max_listed_token_ids=MAX_LISTED_TOKEN_IDS,
+            max_banned_sequences=MAX_BANNED_SEQUENCES,
+            max_sequence_tokens=MAX_SEQUENCE_TOKENS,
         )
 
 

@@ -28,19 +28,10 @@ _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
 _UNSUPPORTED_SPEC = ("grammar",)
-#: The same for sampling, with the value that means "off".
-_UNSUPPORTED_SAMPLING = {
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
-_UNSUPPORTED_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids")
 _PLAIN_SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "include_stop_string",
-    "ignore_eos",
+    "ignore_eos", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
+    "prompt_logprobs",
 )  # fmt: skip
 _FINISH_REASONS = {
     FinishReason.STOP: types.FINISH_REASON_STOP,
@@ -118,7 +109,7 @@ def draft_of(
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
     sampling = _sampling(spec.sampling, default_max_tokens)
-    check_token_ids(sampling.stop_token_ids, info, field="sampling.stop_token_ids")
+    _check_sampling_ids(sampling, info)
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
@@ -164,7 +155,7 @@ def request_spec(
     ``deadline`` is one more bound on the total time, on the engine's clock.
 
     Raises:
-        InvalidRequest: ``min_tokens`` exceeds what the context leaves.
+        InvalidRequest: ``min_tokens`` exceeds what the context leaves, or no token is left to be sampled.
     """
     prompt = tuple(token_ids)
     sampling = draft.sampling
@@ -172,6 +163,7 @@ def request_spec(
         room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
+    _check_allowed(sampling, eos)
     deadlines = [time for time in (draft.total_deadline, deadline) if time is not None]
     return RequestSpec(
         request_id,
@@ -244,8 +236,38 @@ def _sampling(params: types.SamplingParams, default_max_tokens: int) -> Sampling
     if "seed" not in given:
         given["seed"] = secrets.randbits(64)
     return SamplingParams(
-        **given, stop_token_ids=tuple(params.stop_token_ids), stop_strings=tuple(params.stop_strings)
+        **given,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop_strings=tuple(params.stop_strings),
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in params.logit_bias),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        banned_token_ids=tuple(params.banned_token_ids),
+        banned_sequences=tuple(tuple(sequence.ids) for sequence in params.banned_sequences),
     )
+
+
+def _check_sampling_ids(sampling: SamplingParams, info: ModelInfo) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        check_token_ids(getattr(sampling, name), info, field=f"sampling.{name}")
+    for index, (token_id, _) in enumerate(sampling.logit_bias):
+        if token_id >= info.vocab_size:
+            field = f"sampling.logit_bias[{index}].token_id"
+            raise InvalidRequest(field, f"must be less than {info.vocab_size}", token_id)
+    for index, sequence in enumerate(sampling.banned_sequences):
+        check_token_ids(sequence, info, field=f"sampling.banned_sequences[{index}].ids")
+
+
+def _check_allowed(sampling: SamplingParams, ending: frozenset[int]) -> None:
+    """An allowed id must be left while the output may not end.
+
+    Raises:
+        InvalidRequest: none is.
+    """
+    if sampling.allowed_token_ids and sampling.min_tokens:
+        banned = ending.union(sampling.stop_token_ids, sampling.always_banned())
+        if banned.issuperset(sampling.allowed_token_ids):
+            rule = "must be 0 when all that is allowed ends the output"
+            raise InvalidRequest("sampling.min_tokens", rule, sampling.min_tokens)
 
 
 def _refuse_unsupported(spec: types.GenerationSpec) -> None:
@@ -256,12 +278,6 @@ def _refuse_unsupported(spec: types.GenerationSpec) -> None:
         raise Unimplemented("adapter")
     if spec.HasField("num_outputs") and spec.num_outputs != 1:
         raise Unimplemented("num_outputs")
-    for name, neutral in _UNSUPPORTED_SAMPLING.items():
-        if spec.sampling.HasField(name) and getattr(spec.sampling, name) != neutral:
-            raise Unimplemented(f"sampling.{name}")
-    for name in _UNSUPPORTED_LISTS:
-        if getattr(spec.sampling, name):
-            raise Unimplemented(f"sampling.{name}")
 
 
 def fill_event(
@@ -277,6 +293,11 @@ def fill_event(
             delta.first_token_index = event.first_index
             delta.token_ids.extend(event.token_ids)
             delta.text = event.text
+            if event.logprobs:
+                delta.logprobs.extend(map(position_logprobs, event.logprobs))
+        case ev.PromptLogProbs():
+            frame.prompt_logprobs.first_token_index = event.first_index
+            frame.prompt_logprobs.positions.extend(map(position_logprobs, event.positions))
         case ev.Started():
             frame.started.prompt_tokens = event.num_prompt_tokens
             frame.started.cached_tokens = event.num_cached_tokens
@@ -295,6 +316,17 @@ def fill_event(
         case ev.Failed():
             assert isinstance(frame, gen.SessionResponse), "a failed call ends with a status"
             frame.failed.CopyFrom(failed(event.error, usage(event.usage)))
+
+
+def position_logprobs(position: ev.PositionLogProbs) -> types.PositionLogprobs:
+    """Log probabilities at one place of a text."""
+    return types.PositionLogprobs(
+        sampled=types.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
+        top=[
+            types.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in zip(position.top_ids, position.top, strict=True)
+        ],
+    )
 
 
 def preempt_reason(reason: PreemptReason) -> types.PreemptReason:

@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from engine.errors import DeadlineExceeded, InvalidRequest
-from engine.events import Delta, Failed, Finished
+from engine.events import Delta, Failed, Finished, PromptLogProbs
 from engine.handle import RequestHandle
 from engine.request import FinishReason
 from server import convert
@@ -119,6 +119,9 @@ class GenerationService:
                     case Delta():
                         pieces.append(event.text)
                         response.token_ids.extend(event.token_ids)
+                        response.logprobs.extend(map(convert.position_logprobs, event.logprobs))
+                    case PromptLogProbs():
+                        response.prompt_logprobs.extend(map(convert.position_logprobs, event.positions))
                     case Finished():
                         _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))

@@ -37,7 +37,12 @@ _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip
 _UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, TenantConfig)
-_LEFT_OUT = {"label", "stop_strings", "include_stop_string"}
+#: What no decision depends on.
+_LEFT_OUT = {
+    "label", "stop_strings", "include_stop_string", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "banned_sequences",
+    "logprobs", "prompt_logprobs", "packed",
+}  # fmt: skip
 _FIELDS: Mapping[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in dataclasses.fields(cls) if f.name not in _LEFT_OUT)
     for cls in (*_TAGGED, *_UNTAGGED)

@@ -12,6 +12,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 
 from engine.errors import InternalError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -40,8 +41,17 @@ def expected_output(prompt_token_ids: Sequence[int], num_tokens: int, seed: int 
     return token_ids[len(prompt_token_ids) :]
 
 
+def scripted_logprobs(token_id: int, num_top: int) -> PositionLogProbs:
+    """What the scripted model says of a token: -0.5; the ids after it are the next likeliest, 1 apart."""
+    top_ids = tuple((token_id + place) % VOCAB_SIZE for place in range(num_top))
+    return PositionLogProbs(token_id, -0.5, top_ids, tuple(-0.5 - place for place in range(num_top)))
+
+
 class ScriptedRunner:
     """A ``Runner`` whose model is ``next_token`` (greedy), or ``next_token`` + seed (temperature > 0).
+
+    Of sampling parameters it knows ``seed``, ``logprobs`` and ``prompt_logprobs``; what would change
+    logits means nothing where there are none.
 
     Args:
         num_blocks: size of the pool.
@@ -113,7 +123,16 @@ class ScriptedRunner:
         found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
         self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
         failed = found.keys() - self._sampled.keys()
-        return StepResult(self._sampled, {i: InternalError("unwritten-slot") for i in failed})
+        return StepResult(
+            self._sampled,
+            {i: InternalError("unwritten-slot") for i in failed},
+            {
+                grant.request_id: scripted_logprobs(self._sampled[grant.request_id], grant.sampling.logprobs)
+                for grant in plan.grants
+                if grant.sampling.logprobs is not None and grant.request_id in self._sampled
+            },
+            {g.request_id: _scored(g) for g in plan.grants if g.sampling.prompt_logprobs is not None},
+        )
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -133,6 +152,13 @@ class ScriptedRunner:
         if len(token_ids) < num_tokens:
             return None
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
+
+
+def _scored(grant: Grant) -> PromptLogProbs:
+    request, num_top, first = grant.request, grant.sampling.prompt_logprobs, grant.start + 1
+    end = min(first + grant.num_tokens, request.num_prompt_tokens)
+    positions = [scripted_logprobs(token_id, num_top or 0) for token_id in request.token_ids[first:end]]
+    return PromptLogProbs(grant.request_id, first, tuple(positions))
 
 
 class ScriptedTokenizer:

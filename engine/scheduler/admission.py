@@ -78,7 +78,7 @@ class Admission:
         if request.is_ending:
             return Gate.IN_FLIGHT
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
-        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        hit = self._hit(request)
         if (
             hit is not None
             and not from_reserve
@@ -117,6 +117,8 @@ class Admission:
         That prefill inherits the request's urgency until the shared blocks are done: it
         is granted them now, and is not evicted for anybody less urgent.
         """
+        if not request.is_scored:
+            return False  # it computes its prompt itself
         found = self._blocks.being_computed(request, hit)
         if found is None:
             return False
@@ -134,9 +136,15 @@ class Admission:
             self._draft.grant_chunk(prefill, self._config.max_chunk_tokens, num_missing)
         return True
 
+    def _hit(self, request: Request) -> PrefixHit | None:
+        """Its prefix in the cache, as far as it may be used; None when it holds its blocks already."""
+        if self._blocks.holds(request.request_id):
+            return None
+        return self._blocks.match(request, request.num_cacheable_tokens)
+
     def num_blocks_for_starved(self, request: Request) -> int:
         """Free blocks that admitting a starved request would consume."""
-        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        hit = self._hit(request)
         return self._num_blocks_needed(request, hit, self._num_tokens_to_hold(request, holds_all=True))
 
     def num_blocks_at_longest(self, request: Request) -> int:
