@@ -4,6 +4,8 @@ Scheduler events come out of ``Scheduler.plan``, ``apply`` and ``commit``. The
 loop turns ``TokensSampled`` into ``Delta`` by adding text. Every request's
 events are: ``Started``, then any number of ``PromptLogProbs`` / ``Delta`` /
 ``Preempted`` / ``Resumed`` / ``LevelChanged``, then exactly one of ``Finished`` or ``Failed``.
+Of a request with several outputs each has such events, with ``OutputFinished`` in the place
+of ``Finished``, which comes when all have ended (``engine.siblings``).
 """
 
 from dataclasses import dataclass
@@ -125,6 +127,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """One of several outputs has ended; the request ends when all have."""
+
+    request_id: RequestId
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Terminal: it ended without."""
 
@@ -134,5 +144,7 @@ class Failed:
 
 
 SchedulerEvent = Started | TokensSampled | Preempted | Resumed | LevelChanged | Finished | Failed
-RequestEvent = Started | PromptLogProbs | Delta | Preempted | Resumed | LevelChanged | Finished | Failed
+RequestEvent = (
+    Started | PromptLogProbs | Delta | Preempted | Resumed | LevelChanged | OutputFinished | Finished | Failed
+)
 TERMINAL = (Finished, Failed)

@@ -63,6 +63,7 @@ class RequestSpec:
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
         label: free text for logs.
+        family: shared by the outputs of one prompt, the id of the first; empty for an only one.
     """
 
     request_id: RequestId
@@ -75,6 +76,12 @@ class RequestSpec:
     queue_deadline: float | None = None
     total_deadline: float | None = None
     label: str = ""
+    family: str = ""
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether its prompt is the account of another output."""
+        return bool(self.family) and self.family != self.request_id
 
 
 @dataclass(frozen=True, slots=True)

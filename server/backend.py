@@ -18,7 +18,7 @@ from typing import Protocol
 import structlog
 
 from engine.errors import Draining, VorrangError
-from engine.handle import RequestHandle
+from engine.handle import Handle
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
@@ -34,6 +34,7 @@ from engine.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from engine.siblings import submit_siblings
 from server import convert
 from server.convert import Draft
 from server.errors import EngineStarting, row_of
@@ -167,8 +168,8 @@ class Backend:
         return CALLER.get().allowed(level)
 
     def find(self, request_id: RequestId) -> Ticket | None:
-        """A request whose caller has not seen the end, by the server's id."""
-        return self._tickets.get(request_id)
+        """A request whose caller has not seen the end, by the server's id or that of one of its outputs."""
+        return self._tickets.get(RequestId(request_id.partition(".")[0]))
 
     @contextlib.contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -184,7 +185,7 @@ class Backend:
         token_ids: Iterable[int],
         level: int,
         client_request_id: str,
-        on_ready: Callable[[RequestHandle], None] | None = None,
+        on_ready: Callable[[Handle], None] | None = None,
         *,
         deadline: float | None = None,
     ) -> Ticket:
@@ -205,7 +206,7 @@ class Backend:
         token_ids: Iterable[int],
         level: int,
         client_request_id: str,
-        on_ready: Callable[[RequestHandle], None] | None,
+        on_ready: Callable[[Handle], None] | None,
         deadline: float | None,
     ) -> Ticket:
         engine, caller = self.engine, CALLER.get()
@@ -222,7 +223,11 @@ class Backend:
         )
         if caller.tenant:
             spec = dataclasses.replace(spec, tenant=caller.tenant, cache_salt=caller.tenant)
-        handle = engine.submit(spec, on_ready)
+        handle: Handle
+        if draft.num_outputs == 1:
+            handle = engine.submit(spec, on_ready)
+        else:
+            handle = submit_siblings(engine, spec, draft.num_outputs, on_ready)
         log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
         ticket = Ticket(
             handle,

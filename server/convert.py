@@ -17,7 +17,7 @@ from engine.errors import InvalidRequest, Unimplemented, UnknownModel
 from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_OUTPUTS, SamplingParams
 from engine.text import ChatMessage, Tokenizer
 from server.errors import status_of
 from vorrang.v1 import generation_pb2 as gen
@@ -65,6 +65,7 @@ class Draft:
         credit_tokens: output tokens its client is ready for at first; None when it does not say.
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
+        num_outputs: how many outputs are wanted.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -76,6 +77,7 @@ class Draft:
     credit_tokens: int | None
     queue_deadline: float | None
     total_deadline: float | None
+    num_outputs: int = 1
 
 
 def draft_of(
@@ -122,7 +124,17 @@ def draft_of(
         credit_tokens=spec.credit_tokens if spec.HasField("credit_tokens") else None,
         queue_deadline=None if queue_s is None else now + queue_s,
         total_deadline=None if total_s is None else now + total_s,
+        num_outputs=_num_outputs(spec, sampling),
     )
+
+
+def _num_outputs(spec: types.GenerationSpec, sampling: SamplingParams) -> int:
+    count = int(spec.num_outputs) if spec.HasField("num_outputs") else 1
+    if not 1 <= count <= MAX_OUTPUTS:
+        raise InvalidRequest("num_outputs", f"must be between 1 and {MAX_OUTPUTS}", count)
+    if count > 1 and sampling.temperature == 0:
+        raise InvalidRequest("num_outputs", "must be 1 at temperature 0, where all outputs are the same", count)
+    return count
 
 
 def fingerprint(spec: types.GenerationSpec) -> bytes:
@@ -276,8 +288,6 @@ def _refuse_unsupported(spec: types.GenerationSpec) -> None:
             raise Unimplemented(name)
     if spec.adapter:
         raise Unimplemented("adapter")
-    if spec.HasField("num_outputs") and spec.num_outputs != 1:
-        raise Unimplemented("num_outputs")
 
 
 def fill_event(
@@ -311,6 +321,8 @@ def fill_event(
             frame.priority_changed.SetInParent()
             frame.priority_changed.level = event.level
             frame.priority_changed.priority_ignored = priority_ignored
+        case ev.OutputFinished():
+            frame.output_finished.CopyFrom(finished(event.finished))
         case ev.Finished():
             frame.finished.CopyFrom(finished(event))
         case ev.Failed():

@@ -41,8 +41,10 @@ _UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, T
 _LEFT_OUT = {
     "label", "stop_strings", "include_stop_string", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "banned_sequences",
-    "logprobs", "prompt_logprobs", "packed",
+    "logprobs", "packed",
 }  # fmt: skip
+#: Written only where they say something: logs without them are read, and replayed, as they always were.
+_OPTIONAL: Mapping[str, object] = {"family": "", "prompt_logprobs": None}
 _FIELDS: Mapping[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in dataclasses.fields(cls) if f.name not in _LEFT_OUT)
     for cls in (*_TAGGED, *_UNTAGGED)
@@ -128,7 +130,8 @@ def _plain(value: object) -> object:
     names = _FIELDS.get(type(value))
     if names is not None:
         tag = {"type": type(value).__name__} if type(value) in _TAGGED else {}
-        return tag | {name: getattr(value, name) for name in names}
+        fields = {name: getattr(value, name) for name in names}
+        return tag | {n: v for n, v in fields.items() if n not in _OPTIONAL or v != _OPTIONAL[n]}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, frozenset):
@@ -262,7 +265,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_fields(cls: type, value: dict[str, Any], where: str) -> Any:
-    names = _FIELDS[cls]
+    names = tuple(name for name in _FIELDS[cls] if name in value or name not in _OPTIONAL)
     if odd := sorted(set(names) ^ set(value)):
         state = "is missing" if odd[0] in names else "is unknown to this version"
         raise Malformed(f"{where}.{odd[0]} {state}")

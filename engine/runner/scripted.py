@@ -131,7 +131,7 @@ class ScriptedRunner:
                 for grant in plan.grants
                 if grant.sampling.logprobs is not None and grant.request_id in self._sampled
             },
-            {g.request_id: _scored(g) for g in plan.grants if g.sampling.prompt_logprobs is not None},
+            {scored.request_id: scored for grant in plan.grants if (scored := _scored(grant)) is not None},
         )
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
@@ -154,10 +154,12 @@ class ScriptedRunner:
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
 
 
-def _scored(grant: Grant) -> PromptLogProbs:
+def _scored(grant: Grant) -> PromptLogProbs | None:
     request, num_top, first = grant.request, grant.sampling.prompt_logprobs, grant.start + 1
+    if num_top is None or first >= request.num_prompt_tokens:
+        return None
     end = min(first + grant.num_tokens, request.num_prompt_tokens)
-    positions = [scripted_logprobs(token_id, num_top or 0) for token_id in request.token_ids[first:end]]
+    positions = [scripted_logprobs(token_id, num_top) for token_id in request.token_ids[first:end]]
     return PromptLogProbs(grant.request_id, first, tuple(positions))
 
 

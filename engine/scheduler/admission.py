@@ -126,7 +126,9 @@ class Admission:
         if prefill.status is not RequestStatus.RUNNING:
             return False
         shared_tokens = hit.num_tokens + num_blocks * self._blocks.block_size
-        if shared_tokens - prefill.num_committed_tokens < self._config.prefix_wait_tokens:
+        is_sibling = bool(request.spec.family) and request.spec.family == prefill.spec.family
+        num_least = 1 if is_sibling else self._config.prefix_wait_tokens  # siblings share it, however short
+        if shared_tokens - prefill.num_committed_tokens < num_least:
             return False  # what is in flight can't be found yet, so it is waited for like the rest
         inherited = self._state.inherited
         urgency = min(self._policy.urgency(request), inherited.get(prefill, self._policy.urgency(prefill)))
