@@ -141,9 +141,7 @@ class SamplingParams:
                 f"must be 1 to {MAX_STOP_STRING_BYTES} bytes long",
                 text,
             )
-        _check(
-            "typical_p", 0 < self.typical_p <= 1, "must be greater than 0 and at most 1", self.typical_p
-        )
+        _check("typical_p", 0 < self.typical_p <= 1, "must be greater than 0 and at most 1", self.typical_p)
         self._check_adjustments()
         self._check_lists()
         for name, limit in (("logprobs", MAX_LOGPROBS), ("prompt_logprobs", MAX_PROMPT_LOGPROBS)):

@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """Ids of a text; special tokens spelt in it are recognised."""
         ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text as it stands in the middle of others; nothing is put before or after it."""
+        ...
+
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
     ) -> list[int]:

@@ -305,6 +305,19 @@ class Backend:
         )
 
 
+async def with_bad_words(draft: Draft, engine: Engine) -> Draft:
+    """The draft with its bad words banned as ids; they are tokenised off the event loop.
+
+    Raises:
+        InvalidRequest: see ``convert.banned_by_words``.
+
+    Cancellation: as for ``token_ids_of``.
+    """
+    if not draft.bad_words:
+        return draft
+    return await asyncio.to_thread(convert.banned_by_words, draft, engine.tokenizer)
+
+
 async def token_ids_of(draft: Draft) -> Iterable[int]:
     """The prompt's token ids; text is tokenised off the event loop.
 

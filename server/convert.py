@@ -17,13 +17,14 @@ from engine.errors import InvalidRequest, Unimplemented, UnknownModel
 from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
-from engine.sampling import MAX_OUTPUTS, SamplingParams
+from engine.sampling import MAX_BANNED_SEQUENCES, MAX_OUTPUTS, MAX_SEQUENCE_TOKENS, SamplingParams
 from engine.text import ChatMessage, Tokenizer
 from server.errors import status_of
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
 MAX_LABEL_BYTES = 128
+MAX_BAD_WORD_BYTES = 256
 _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
@@ -66,6 +67,7 @@ class Draft:
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
         num_outputs: how many outputs are wanted.
+        bad_words: words that must not be said, to be banned as ids once they are tokenised.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -78,6 +80,7 @@ class Draft:
     queue_deadline: float | None
     total_deadline: float | None
     num_outputs: int = 1
+    bad_words: tuple[str, ...] = ()
 
 
 def draft_of(
@@ -125,7 +128,40 @@ def draft_of(
         queue_deadline=None if queue_s is None else now + queue_s,
         total_deadline=None if total_s is None else now + total_s,
         num_outputs=_num_outputs(spec, sampling),
+        bad_words=_bad_words(spec.sampling),
     )
+
+
+def _bad_words(params: types.SamplingParams) -> tuple[str, ...]:
+    if len(params.bad_words) > MAX_BANNED_SEQUENCES:
+        rule = f"must hold at most {MAX_BANNED_SEQUENCES} entries"
+        raise InvalidRequest("sampling.bad_words", rule, len(params.bad_words))
+    for index, word in enumerate(params.bad_words):
+        size = len(word.encode())
+        if not word.strip() or size > MAX_BAD_WORD_BYTES:
+            rule = f"must be a word of at most {MAX_BAD_WORD_BYTES} bytes"
+            raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
+    return tuple(params.bad_words)
+
+
+def banned_by_words(draft: Draft, tokenizer: Tokenizer) -> Draft:
+    """A draft whose bad words are banned as ids: each as it is, and with a space before it. May be slow.
+
+    Raises:
+        InvalidRequest: a word, or all that is banned, is longer than may be.
+    """
+    if not draft.bad_words:
+        return draft
+    sequences = dict.fromkeys(draft.sampling.banned_sequences)
+    for index, word in enumerate(draft.bad_words):
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            ids = tuple(tokenizer.encode_plain(text))
+            if not 1 <= len(ids) <= MAX_SEQUENCE_TOKENS:
+                rule = f"must be 1 to {MAX_SEQUENCE_TOKENS} tokens long"
+                raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
+            sequences[ids] = None
+    sampling = dataclasses.replace(draft.sampling, banned_sequences=tuple(sequences))
+    return dataclasses.replace(draft, sampling=sampling)
 
 
 def _num_outputs(spec: types.GenerationSpec, sampling: SamplingParams) -> int:
@@ -133,7 +169,9 @@ def _num_outputs(spec: types.GenerationSpec, sampling: SamplingParams) -> int:
     if not 1 <= count <= MAX_OUTPUTS:
         raise InvalidRequest("num_outputs", f"must be between 1 and {MAX_OUTPUTS}", count)
     if count > 1 and sampling.temperature == 0:
-        raise InvalidRequest("num_outputs", "must be 1 at temperature 0, where all outputs are the same", count)
+        raise InvalidRequest(
+            "num_outputs", "must be 1 at temperature 0, where all outputs are the same", count
+        )
     return count
 
 

@@ -16,7 +16,7 @@ from engine.events import Delta, Failed, Finished, OutputFinished, PromptLogProb
 from engine.handle import Handle
 from engine.request import FinishReason
 from server import convert
-from server.backend import Backend, token_ids_of
+from server.backend import Backend, token_ids_of, with_bad_words
 from server.errors import EndedCall
 from server.flow import Flow
 from server.guard import Guard
@@ -199,6 +199,7 @@ class GenerationService:
         deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
+        draft = await with_bad_words(draft, self._backend.engine)
         token_ids = await token_ids_of(draft)
         return self._backend.submit(draft, token_ids, level, client_id, on_ready, deadline=deadline)
 

@@ -39,8 +39,7 @@ _NOTHING: tuple[int, ...] = ()
 class _Told:
     """What the decoder knows of a request."""
 
-    __slots__ = (
-        "__weakref__", "block_table", "key", "num_blocks", "num_tokens", "plan")
+    __slots__ = ("__weakref__", "block_table", "key", "num_blocks", "num_tokens", "plan")
 
     def __init__(self, key: int) -> None:
         self.key = key

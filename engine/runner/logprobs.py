@@ -47,7 +47,12 @@ def prompt_logprobs(batch: Batch, found: LogProbs) -> dict[RequestId, PromptLogP
 
 
 def score(
-    rows: Tensor, token_ids: Tensor, num_top: int, logits_of: Callable[[Tensor], Tensor], *, is_first: bool = True
+    rows: Tensor,
+    token_ids: Tensor,
+    num_top: int,
+    logits_of: Callable[[Tensor], Tensor],
+    *,
+    is_first: bool = True,
 ) -> LogProbs | None:
     """Log probabilities of ``token_ids`` by the logits of ``rows``, a few rows at a time.
 
@@ -90,9 +95,7 @@ def from_words(words: Tensor, num_rows: int, num_top: int) -> LogProbs:
     )
 
 
-def _positions(
-    token_ids: Sequence[int], nums_top: Sequence[int], found: LogProbs
-) -> list[PositionLogProbs]:
+def _positions(token_ids: Sequence[int], nums_top: Sequence[int], found: LogProbs) -> list[PositionLogProbs]:
     rows = zip(
         token_ids, nums_top, found.chosen.tolist(), found.top_ids.tolist(), found.top.tolist(), strict=True
     )

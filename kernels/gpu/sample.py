@@ -290,7 +290,18 @@ def sample_kernel(
             limit_mass = tl.exp(-limit.to(tl.float32, bitcast=True) * sharpness)
             limit_mass = tl.where(limit_ties > 0, limit_mass * limit_ties.to(tl.float32), 0.0)
             border, before, goal = _border(
-                row_ptr, vocab, top, sharpness, top_p, limit, limit_mass, 0.0, True, False, BLOCK_SEARCH, UNROLL
+                row_ptr,
+                vocab,
+                top,
+                sharpness,
+                top_p,
+                limit,
+                limit_mass,
+                0.0,
+                True,
+                False,
+                BLOCK_SEARCH,
+                UNROLL,
             )
             mass = tl.exp(-border.to(tl.float32, bitcast=True) * sharpness)
             # What it takes of equal ids to reach the goal; all of them where they weigh nothing.
@@ -398,7 +409,9 @@ def _restrict(logits: Tensor, inputs: SamplingInputs) -> None:
 def aot_entries() -> list[AotEntry]:
     """With and without bans and typical sampling, in both units."""
     switches = (False, True)
-    return [_aot_entry(unit, banned, typical) for unit in UNITS for banned in switches for typical in switches]
+    return [
+        _aot_entry(unit, banned, typical) for unit in UNITS for banned in switches for typical in switches
+    ]
 
 
 def _aot_entry(unit: int, banned: bool, typical: bool) -> AotEntry:

@@ -142,6 +142,8 @@ async def test_a_change_of_priority_is_acknowledged_once(channel: Any) -> None:
         ("sampling.banned_token_ids[0]", {"banned_token_ids": [2**31]}),
         ("sampling.banned_sequences[0]", {"banned_sequences": [types.TokenIds()]}),
         ("sampling.banned_sequences[0].ids[1]", {"banned_sequences": [types.TokenIds(ids=[1, 2**31])]}),
+        ("sampling.bad_words[1]", {"bad_words": ["a", " "]}),
+        ("sampling.bad_words[0]", {"bad_words": ["a" * 257]}),
         ("sampling.logprobs", {"logprobs": 21}),
         ("sampling.prompt_logprobs", {"prompt_logprobs": 21}),
         ("sampling.min_tokens", {"min_tokens": 1, "allowed_token_ids": [7], "stop_token_ids": [7]}),
@@ -151,6 +153,15 @@ async def test_bad_values_are_refused_by_name(channel: Any, field: str, sampling
     status = await refused(stub(channel).Generate(gen.GenerateRequest(spec=spec(**sampling))))
     assert status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert fields_in(status) == [field]
+
+
+async def test_bad_words_are_taken_in_sessions_and_calls(channel: Any) -> None:
+    message = spec(bad_words=["never", "no such thing"], max_tokens=4)
+    async with open_session(channel) as session:
+        await session.start("a", message)
+        await session.end_of("a")
+    answer = await stub(channel).Generate(gen.GenerateRequest(spec=message))
+    assert list(answer.token_ids) == session.tokens("a")
 
 
 async def test_limits_are_announced_and_enforced(channel: Any) -> None:

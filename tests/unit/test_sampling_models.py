@@ -124,7 +124,9 @@ def assert_same(found, wanted):
     assert [tokens_of(events) for events in found] == [tokens_of(events) for events in wanted]
     for mine, theirs in zip(found, wanted, strict=True):
         for of in (logprobs_of, scored_of):
-            assert [(p.token_id, p.top_ids) for p in of(mine)] == [(p.token_id, p.top_ids) for p in of(theirs)]
+            assert [(p.token_id, p.top_ids) for p in of(mine)] == [
+                (p.token_id, p.top_ids) for p in of(theirs)
+            ]
             for one, other in zip(of(mine), of(theirs), strict=True):
                 assert (one.logprob, *one.top) == pytest.approx((other.logprob, *other.top), abs=2e-4)
 
@@ -237,7 +239,9 @@ async def test_greedy_text_is_that_of_transformers_generate(settings, folder, th
             eos_token_id=None, **options,
         )  # fmt: skip
 
-    found = await served_by(cpu_model(folder), [spec("a", prompt, temperature=0.0, max_tokens=40, **settings)])
+    found = await served_by(
+        cpu_model(folder), [spec("a", prompt, temperature=0.0, max_tokens=40, **settings)]
+    )
 
     assert tokens_of(found[0]) == out[0, len(prompt) :].tolist()
 

@@ -94,7 +94,9 @@ def test_sampling(launched):
             adjustments = LogitAdjustments(ids, ids, ids > 0, ids, one, one, one, one)
             wide = one.double()
             for typical_p in (None, wide):
-                inputs = SamplingInputs(wide, ids, wide, wide, ids, ids, ids[:banned], ids[:banned], adjustments)
+                inputs = SamplingInputs(
+                    wide, ids, wide, wide, ids, ids, ids[:banned], ids[:banned], adjustments
+                )
                 sample.sample(logits, dataclasses.replace(inputs, typical_p=typical_p))
             log_probs.argmax(logits)
             log_probs.log_sum_exp(logits)
