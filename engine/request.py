@@ -134,7 +134,8 @@ class Request:
     """
 
     __slots__ = (
-        "__weakref__", "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
+        "__weakref__", "_phase_since",
+        "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
         "ending_token_ids", "has_started", "holds_all", "idle_since", "in_reserve", "is_starved", "level",
         "num_bypassed",
         "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",

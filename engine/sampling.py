@@ -65,7 +65,8 @@ class SamplingParams:
         include_stop_string: keep the stop string in the text.
         ignore_eos: go on after the model's end token.
         typical_p: keep the most typical of them whose mass reaches this, 0 < p <= 1.
-        repetition_penalty: divides positive and multiplies negative logits of ids in prompt or output, 0.01..100.
+        repetition_penalty: divides positive logits of ids in prompt or output, multiplies negative ones,
+            0.01..100.
         presence_penalty: subtracted from logits of ids in the output, -2..2.
         frequency_penalty: subtracted from them once per occurrence, -2..2.
         logit_bias: pairs of id and what is added to its logit, -100..100; each id once.

@@ -197,9 +197,10 @@ class _PendingDelta:
 class EventBuffer:
     """Events that arrived and were not yet read.
 
-    Bounded by what the request can cause, not by a count: neighbouring deltas of
-    one output become one (of several outputs there are as many as credit allows tokens), of neighbouring queue positions only the latest is kept, and
-    every other event happens a bounded number of times.
+    Bounded by what the request can cause, not by a count: neighbouring deltas of one
+    output become one (of several outputs there are at most as many as credit allows tokens),
+    of neighbouring queue positions only the latest is kept, and every other event happens a
+    bounded number of times.
 
     Attributes:
         last_sequence: sequence up to which events were taken; 0 = none were.

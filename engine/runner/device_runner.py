@@ -16,9 +16,9 @@ from torch import Tensor
 from engine.errors import VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
+from engine.runner import logprobs
 from engine.runner.base import ModelBroken, ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
-from engine.runner import logprobs
 from engine.runner.executor import StepExecutor
 from engine.runner.logprobs import wanted_rows
 from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of

@@ -22,6 +22,7 @@ from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SEED_MAX, sibling_seed
 from engine.siblings import sibling_spec, submit_siblings, usage_of_all
 from tests.support.decisions import MemoryLog
+from tests.support.wire import settled
 from tests.unit.test_engine_ahead import GatedRunner, serving, spec
 
 pytestmark = pytest.mark.asyncio
@@ -105,8 +106,7 @@ async def test_seeds_are_pinned():
 async def test_they_are_cancelled_together():
     async with serving() as engine:
         handle = four(engine, max_tokens=60)
-        while not handle.num_output_tokens:
-            await asyncio.sleep(0)
+        await settled(lambda: handle.num_output_tokens > 0)
         handle.cancel()
         outputs, end = await collect(handle)
         assert end.reason is FinishReason.CANCELLED
@@ -117,8 +117,7 @@ async def test_they_are_cancelled_together():
 async def test_pause_and_priority_hold_for_all_and_one_event_tells_of_it():
     async with serving() as engine:
         handle = four(engine, max_tokens=90)
-        while not handle.num_output_tokens:
-            await asyncio.sleep(0)
+        await settled(lambda: handle.num_output_tokens > 0)
         handle.park()
         handle.set_level(7)
         for _ in range(20):
@@ -140,8 +139,7 @@ async def test_each_is_preempted_by_itself_and_goes_on_without_a_gap(depth):
         ScriptedRunner(num_blocks=26, block_size=4), depth=depth, decisions=log, max_running_requests=8
     ) as engine:
         handle = four(engine, max_tokens=24)
-        while handle.num_output_tokens < 8:
-            await asyncio.sleep(0)
+        await settled(lambda: handle.num_output_tokens >= 8)
         urgent = engine.submit(spec("urgent", "x" * 20, level=-5, max_tokens=8))
         await collect(urgent)
         outputs, end = await collect(handle)
@@ -157,8 +155,7 @@ async def test_each_is_preempted_by_itself_and_goes_on_without_a_gap(depth):
 async def test_when_one_fails_all_do_and_nothing_else_is_the_end():
     async with serving() as engine:
         handle = four(engine, max_tokens=90)
-        while not handle.num_output_tokens:
-            await asyncio.sleep(0)
+        await settled(lambda: handle.num_output_tokens > 0)
         error = InternalError("f00d")
         handle._handles[2].fail(error)
         outputs, end = await collect(handle)
@@ -172,8 +169,7 @@ async def test_all_of_them_are_queued_or_none():
     async with serving(max_waiting_requests=3) as engine:
         with pytest.raises(QueueFull):
             four(engine)
-        while engine.statistics().num_alive:
-            await asyncio.sleep(0)
+        await settled(lambda: engine.statistics().num_alive == 0)
         outputs, _ = await collect(four(engine, num_outputs=3))
     assert len(outputs) == 3
 

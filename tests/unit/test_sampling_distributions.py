@@ -220,8 +220,13 @@ def test_the_repetition_penalty_is_that_of_transformers_number_by_number(penalty
     torch.testing.assert_close(got, wanted)
 
 
-@pytest.mark.parametrize("settings", [{}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {"typical_p": 0.5},
-                                      {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7}])  # fmt: skip
+CUTS = [
+    {}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.1}, {"typical_p": 0.5},
+    {"top_k": 12, "top_p": 0.9, "min_p": 0.02, "typical_p": 0.7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", CUTS)
 def test_rows_choose_the_same_one_by_one_as_all_at_once(settings, monkeypatch):
     """Large vocabularies go one way, small ones the other."""
     logits = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * 2

@@ -26,6 +26,7 @@ from engine.scheduler.config import SchedulerConfig
 from kernels import ops, registry
 from tests.support.device_models import Remembered, SlowDeviceSource, device_model
 from tests.support.models import tiny_llama
+from tests.support.wire import settled
 
 
 @pytest.fixture(autouse=True)
@@ -168,8 +169,7 @@ async def test_so_do_steps_that_are_launched_ahead_in_a_process_that_dies(folder
     """Whoever must know its last token waits for it; the others go on."""
 
     async def kill(engine, handles):
-        while not any(handle.num_output_tokens > 4 for handle in handles):
-            await asyncio.sleep(0.005)
+        await settled(lambda: any(handle.num_output_tokens > 4 for handle in handles))
         os.kill(runner.pid, signal.SIGKILL)
 
     runner = await ProcessRunner.start(SlowDeviceSource(str(folder), num_blocks=14), RunnerLimits(hang_s=20))

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 import torch
 
-
 from kernels.gpu import activation, adjust_logits, linear, log_probs, rms_norm, sample
 from kernels.gpu.device import INTERPRETING
 from kernels.interface import LogitAdjustments, SamplingInputs
