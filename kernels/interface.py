@@ -169,9 +169,9 @@ class LogitAdjustments:
     """Penalties and biases of ``R`` rows, as ``P`` pairs of row and id. No pair may come twice.
 
     The logit ``x`` of a pair becomes ``x + bias``; then, if it was seen in prompt or output,
-    ``x / repetition`` where it is positive, else ``x * repetition``; then, if the output holds it ``n > 0`` times, ``x -
-    presence - n * frequency``. Sources: Keskar et al., "CTRL", 2019; the OpenAI API's definition of the
-    other two; the order is that of transformers and of vLLM.
+    ``x / repetition`` where it is positive, else ``x * repetition``; then, if the output holds it
+    ``n > 0`` times, ``x - presence - n * frequency``. Sources: Keskar et al., "CTRL", 2019; the OpenAI
+    API's definition of the other two; the order is that of transformers and of vLLM.
 
     Attributes:
         rows: ``[P]`` int64.
