@@ -64,6 +64,7 @@ class RequestSpec:
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
         label: free text for logs.
+        family: shared by the outputs of one prompt, the id of the first; empty for an only one.
     """
 
     request_id: RequestId
@@ -76,6 +77,12 @@ class RequestSpec:
     queue_deadline: float | None = None
     total_deadline: float | None = None
     label: str = ""
+    family: str = ""
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether its prompt is the account of another output."""
+        return bool(self.family) and self.family != self.request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +135,19 @@ class Request:
         has_started: it had a seat before.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
+        num_scored_tokens: tokens of the prompt whose computation has told how likely the next one was; only
+            for who asked for it, None = nobody did.
     """
 
     __slots__ = (
-        "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
-        "draft_token_ids", "ending_token_ids", "has_started", "holds_all", "idle_since", "in_reserve",
-        "is_starved", "level", "num_accepted_tokens", "num_bypassed", "num_cached_tokens",
+        "__weakref__", "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank",
+        "cache_salt", "draft_token_ids", "ending_token_ids", "has_started", "holds_all", "idle_since",
+        "in_reserve", "is_starved", "level", "num_accepted_tokens", "num_bypassed", "num_cached_tokens",
         "num_computed_tokens", "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses",
         "num_lost_tokens", "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight",
-        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_tokens_in_flight",
-        "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec", "status", "token_ids",
+        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens",
+        "num_tokens_in_flight", "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec",
+        "status", "token_ids",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -163,6 +173,7 @@ class Request:
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
         self.num_recomputed_tokens = 0
+        self.num_scored_tokens = None if spec.sampling.prompt_logprobs is None else 0
         self.num_preemptions = 0
         self.num_kv_losses = 0
         self.preempted_in_step = 0
@@ -202,6 +213,17 @@ class Request:
     def is_ending(self) -> bool:
         """Whether the token in flight is its last one, whatever it is; then nothing is left to compute."""
         return self.num_outputs_in_flight > 0 and len(self.token_ids) + 1 >= self.num_tokens_max
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens whose KV may come from the cache: what is found there is not computed, so scores nothing."""
+        num_scored = self.num_scored_tokens
+        return len(self.token_ids) if num_scored is None or self.is_scored else num_scored
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing of its prompt is still to be scored; the last token of a prompt scores no other."""
+        return self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1
 
     @property
     def max_known_tokens(self) -> int:

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.errors import SlowConsumer
-from engine.handle import RequestHandle
+from engine.handle import Handle
 
 
 class Flow:
@@ -27,7 +27,7 @@ class Flow:
 
     def __init__(
         self,
-        handle: RequestHandle,
+        handle: Handle,
         *,
         granted_tokens: int | None,
         max_unsent_tokens: int,

@@ -202,7 +202,8 @@ class Metrics:
         series = self._of(spec)
         match event:
             case Started():
-                series.counters["vorrang_prompt_tokens"] += event.num_prompt_tokens
+                if not spec.shares_prompt:
+                    series.counters["vorrang_prompt_tokens"] += event.num_prompt_tokens
                 series.counters["vorrang_cached_tokens"] += event.num_cached_tokens
             case Preempted():
                 series.preemptions[event.reason.value] += 1

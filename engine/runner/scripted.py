@@ -12,6 +12,7 @@ import codecs
 from collections.abc import Mapping, Sequence
 
 from engine.errors import InternalError, VorrangError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -40,8 +41,17 @@ def expected_output(prompt_token_ids: Sequence[int], num_tokens: int, seed: int 
     return token_ids[len(prompt_token_ids) :]
 
 
+def scripted_logprobs(token_id: int, num_top: int) -> PositionLogProbs:
+    """What the scripted model says of a token: -0.5; the ids after it are the next likeliest, 1 apart."""
+    top_ids = tuple((token_id + place) % VOCAB_SIZE for place in range(num_top))
+    return PositionLogProbs(token_id, -0.5, top_ids, tuple(-0.5 - place for place in range(num_top)))
+
+
 class ScriptedRunner:
     """A ``Runner`` whose model is ``next_token`` (greedy), or ``next_token`` + seed (temperature > 0).
+
+    Of sampling parameters it knows ``seed``, ``logprobs`` and ``prompt_logprobs``; what would change
+    logits means nothing where there are none.
 
     Args:
         num_blocks: size of the pool.
@@ -121,7 +131,17 @@ class ScriptedRunner:
             else:
                 found[grant.request_id] = [token_id for token_id in said if token_id is not None]
         self._sampled = {i: said[0] for i, said in found.items()}
-        return StepResult(self._sampled, failures, {i: s[1:] for i, s in found.items() if len(s) > 1})
+        return StepResult(
+            self._sampled,
+            failures,
+            {
+                grant.request_id: scripted_logprobs(self._sampled[grant.request_id], grant.sampling.logprobs)
+                for grant in plan.grants
+                if grant.sampling.logprobs is not None and grant.request_id in self._sampled
+            },
+            {scored.request_id: scored for grant in plan.grants if (scored := _scored(grant)) is not None},
+            {i: said[1:] for i, said in found.items() if len(said) > 1},
+        )
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -144,6 +164,15 @@ class ScriptedRunner:
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
 
 
+def _scored(grant: Grant) -> PromptLogProbs | None:
+    request, num_top, first = grant.request, grant.sampling.prompt_logprobs, grant.start + 1
+    if num_top is None or first >= request.num_prompt_tokens:
+        return None
+    end = min(first + grant.num_tokens, request.num_prompt_tokens)
+    positions = [scripted_logprobs(token_id, num_top) for token_id in request.token_ids[first:end]]
+    return PromptLogProbs(grant.request_id, first, tuple(positions))
+
+
 class ScriptedTokenizer:
     """Bytes of UTF-8 as ids; id 256 ends an output and has no text."""
 
@@ -152,6 +181,10 @@ class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
         return list(text.encode())
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return self.encode(text)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""

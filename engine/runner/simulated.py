@@ -110,6 +110,10 @@ class SimulatedTokenizer:
         """Bytes of the text."""
         return list(text.encode())
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return self.encode(text)
+
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
     ) -> list[int]:

@@ -65,7 +65,7 @@ class Allow:
     """
 
     request_id: RequestId
-    num_output_tokens: int | None
+    num_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

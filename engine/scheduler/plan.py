@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.errors import VorrangError
-from engine.events import SchedulerEvent
+from engine.events import PositionLogProbs, PromptLogProbs, SchedulerEvent
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.draft import Gate
@@ -19,10 +19,12 @@ class Granted(Protocol):
     Attributes:
         token_ids: prompt + output, append-only; it alone may get a token meanwhile, from the step before.
         draft_token_ids: guesses of what comes after them, granted in this step; empty but for decodes.
+        num_prompt_tokens: how many of them are the prompt's.
     """
 
     token_ids: list[int]
     draft_token_ids: Sequence[int]
+    num_prompt_tokens: int
 
     @property
     def request_id(self) -> RequestId:
@@ -149,9 +151,13 @@ class StepResult:
     Attributes:
         sampled: one token id per grant that has an ``output_index``.
         failures: requests whose own computation failed (such as NaN logits); they fail alone.
+        logprobs: of the sampled tokens, for who asked for them.
+        prompt_logprobs: of the prompt's tokens that the computed ones score, likewise.
         after_drafts: for each grant with drafts, what was sampled after each of them.
     """
 
     sampled: Mapping[RequestId, int]
     failures: Mapping[RequestId, VorrangError] = field(default_factory=dict)
+    logprobs: Mapping[RequestId, PositionLogProbs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, PromptLogProbs] = field(default_factory=dict)
     after_drafts: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)

@@ -294,6 +294,8 @@ class Scheduler:
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
                     booked.ended.append(request)
             if num_tokens > 1 or not output_index:
+                if request.num_scored_tokens is not None:
+                    _score(request, num_computed)
                 state.prefilled(request)
             elif not num_computed % block_size:
                 state.filled_block(request)
@@ -342,6 +344,8 @@ class Scheduler:
         for request, start, num_tokens, table, output_index in grants:
             if request.status is finished:
                 continue  # computed in vain
+            if request.num_scored_tokens is not None:
+                _score(request, start + num_tokens)
             if request.num_tokens_in_flight and table is request.block_table:
                 request.num_tokens_in_flight = 0
                 if num_tokens > 1 or not output_index:
@@ -411,3 +415,10 @@ class Scheduler:
         if request.num_tokens >= request.num_tokens_max:
             return [self._state.finish(request, FinishReason.CAPACITY, now)]
         return []
+
+
+def _score(request: Request, num_computed_tokens: int) -> None:
+    """What was computed has told how likely the tokens after it were."""
+    assert request.num_scored_tokens is not None
+    num_scored = min(num_computed_tokens, request.num_prompt_tokens - 1)
+    request.num_scored_tokens = max(request.num_scored_tokens, num_scored)

@@ -225,7 +225,7 @@ def test_a_log_of_a_killed_process_replays_as_far_as_it_goes():
     ("line", "change", "rule"),
     [
         (1, lambda b: b.pop("vorrang_decision_log"), "must begin a decision log"),
-        (1, lambda b: b.update(vorrang_decision_log=1), "must be 2, got 1"),
+        (1, lambda b: b.update(vorrang_decision_log=2), "must be 1, got 2"),
         (1, lambda b: b["config"].update(policy="nice"), "scheduler.policy must be"),
         (1, lambda b: b["config"].update(max_bypass="many"), "config.max_bypass must be an integer"),
         (1, lambda b: b["config"].update(max_chunk_tokens=0), "max_chunk_tokens must be at least 1"),
