@@ -160,15 +160,7 @@ def _with_drafts(sampling: Sequence[Grant], rows: Int64Array) -> tuple[list[Gran
         num_drafts = grant.num_drafts
         assert index is not None
         for place in range(num_drafts + 1):
-            grants.append(
-                Grant(
-                    grant.request,
-                    grant.start,
-                    grant.num_tokens - num_drafts + place,
-                    grant.block_table,
-                    index + place,
-                )
-            )
+            grants.append(Grant(request, start, num_tokens - num_drafts + place, table, index + place))
             places.append(last - num_drafts + place)
     return grants, np.array(places, dtype=np.int64)
 
