@@ -138,7 +138,8 @@ class _Counted:
         self._counts = np.zeros(64, dtype=np.int64)
         self._bias = np.zeros(64, dtype=np.float32)
         for token_id, value in bias:
-            self._bias[self._place(token_id)] = value
+            place = self._place(token_id)
+            self._bias[place] = value
 
     @property
     def ids(self) -> Int64Array:
@@ -158,13 +159,16 @@ class _Counted:
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         for token_id in set(token_ids):
-            self._in_prompt[self._place(token_id)] = True
+            place = self._place(token_id)
+            self._in_prompt[place] = True
 
     def add_output(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
-            self._counts[self._place(token_id)] += 1
+            place = self._place(token_id)
+            self._counts[place] += 1
 
     def _place(self, token_id: int) -> int:
+        """Where an id stands; the columns are other ones afterwards when it is one too many for them."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             for name in ("_ids", "_in_prompt", "_counts", "_bias"):
