@@ -35,6 +35,7 @@ class Scored:
 
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
+_LOGPROBS, _TYPICAL = int(Needs.LOGPROBS), int(Needs.TYPICAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
     sampling = [grants[row] for row in rows]
     inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens)
     sampling_ids = tuple(grant.request_id for grant in sampling)
-    wanting = np.flatnonzero(needs & Needs.LOGPROBS).tolist()
+    wanting = np.flatnonzero(needs & _LOGPROBS).tolist()
     is_decode = len(token_ids) == len(rows)  # a token each, and all sample: no prompt is scored then
     scored, score_rows, score_ids = _NO_SCORES if is_decode else _scores(grants, query_start)
     return Batch(
@@ -152,7 +153,7 @@ def _sampling_inputs(
         banned_ids=torch.from_numpy(choices.banned_ids),
         adjustments=choices.adjustments,
         allowed=choices.allowed,
-        typical_p=torch.from_numpy(typical_p) if (needs & Needs.TYPICAL).any() else None,
+        typical_p=torch.from_numpy(typical_p) if (needs & _TYPICAL).any() else None,
     )
     return inputs, needs, choices.dead_ends
 
