@@ -6,7 +6,6 @@ them: ``prompt``, ``sampling.temperature``, ``priority.level``.
 
 import dataclasses
 import hashlib
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -19,6 +18,14 @@ from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, 
 from engine.runner.base import ModelInfo
 from engine.sampling import SamplingParams
 from engine.text import ChatMessage, Tokenizer
+from server.convert_sampling import (
+    bad_words_of,
+    check_allowed,
+    check_sampling_ids,
+    check_token_ids,
+    num_outputs_of,
+    sampling_of,
+)
 from server.errors import status_of
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
@@ -28,20 +35,6 @@ _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
 _UNSUPPORTED_SPEC = ("grammar",)
-#: The same for sampling, with the value that means "off".
-_UNSUPPORTED_SAMPLING = {
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
-_UNSUPPORTED_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids")
-_PLAIN_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "include_stop_string",
-    "ignore_eos",
-)  # fmt: skip
 _FINISH_REASONS = {
     FinishReason.STOP: types.FINISH_REASON_STOP,
     FinishReason.STOP_STRING: types.FINISH_REASON_STOP_STRING,
@@ -74,6 +67,8 @@ class Draft:
         credit_tokens: output tokens its client is ready for at first; None when it does not say.
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
+        num_outputs: how many outputs are wanted.
+        bad_words: words that must not be said, to be banned as ids once they are tokenised.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -85,6 +80,8 @@ class Draft:
     credit_tokens: int | None
     queue_deadline: float | None
     total_deadline: float | None
+    num_outputs: int = 1
+    bad_words: tuple[str, ...] = ()
 
 
 def draft_of(
@@ -117,8 +114,8 @@ def draft_of(
     size = len(spec.label.encode())
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
-    sampling = _sampling(spec.sampling, default_max_tokens)
-    check_token_ids(sampling.stop_token_ids, info, field="sampling.stop_token_ids")
+    sampling = sampling_of(spec.sampling, default_max_tokens)
+    check_sampling_ids(sampling, info)
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
@@ -131,6 +128,8 @@ def draft_of(
         credit_tokens=spec.credit_tokens if spec.HasField("credit_tokens") else None,
         queue_deadline=None if queue_s is None else now + queue_s,
         total_deadline=None if total_s is None else now + total_s,
+        num_outputs=num_outputs_of(spec, sampling),
+        bad_words=bad_words_of(spec.sampling),
     )
 
 
@@ -164,7 +163,7 @@ def request_spec(
     ``deadline`` is one more bound on the total time, on the engine's clock.
 
     Raises:
-        InvalidRequest: ``min_tokens`` exceeds what the context leaves.
+        InvalidRequest: ``min_tokens`` exceeds what the context leaves, or no token is left to be sampled.
     """
     prompt = tuple(token_ids)
     sampling = draft.sampling
@@ -172,6 +171,7 @@ def request_spec(
         room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
+    check_allowed(sampling, eos)
     deadlines = [time for time in (draft.total_deadline, deadline) if time is not None]
     return RequestSpec(
         request_id,
@@ -198,17 +198,6 @@ def level_of(priority: types.Priority, *, field: str = "priority") -> int:
             return level_named(priority.class_name, field=f"{field}.class_name")
         case _:
             raise InvalidRequest(field, "must be a level or the name of a class", None)
-
-
-def check_token_ids(token_ids: Iterable[int], info: ModelInfo, *, field: str) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Raises:
-        InvalidRequest: names the first bad id.
-    """
-    for index, token_id in enumerate(token_ids):
-        if token_id >= info.vocab_size:
-            raise InvalidRequest(f"{field}[{index}]", f"must be less than {info.vocab_size}", token_id)
 
 
 def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Callable[[], Iterable[int]]:
@@ -238,30 +227,12 @@ def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Cal
             raise InvalidRequest("prompt", "must be text, tokens or chat", None)
 
 
-def _sampling(params: types.SamplingParams, default_max_tokens: int) -> SamplingParams:
-    given = {name: getattr(params, name) for name in _PLAIN_SAMPLING if params.HasField(name)}
-    given.setdefault("max_tokens", max(default_max_tokens, given.get("min_tokens", 0)))
-    if "seed" not in given:
-        given["seed"] = secrets.randbits(64)
-    return SamplingParams(
-        **given, stop_token_ids=tuple(params.stop_token_ids), stop_strings=tuple(params.stop_strings)
-    )
-
-
 def _refuse_unsupported(spec: types.GenerationSpec) -> None:
     for name in _UNSUPPORTED_SPEC:
         if spec.HasField(name):
             raise Unimplemented(name)
     if spec.adapter:
         raise Unimplemented("adapter")
-    if spec.HasField("num_outputs") and spec.num_outputs != 1:
-        raise Unimplemented("num_outputs")
-    for name, neutral in _UNSUPPORTED_SAMPLING.items():
-        if spec.sampling.HasField(name) and getattr(spec.sampling, name) != neutral:
-            raise Unimplemented(f"sampling.{name}")
-    for name in _UNSUPPORTED_LISTS:
-        if getattr(spec.sampling, name):
-            raise Unimplemented(f"sampling.{name}")
 
 
 def fill_event(
@@ -277,6 +248,11 @@ def fill_event(
             delta.first_token_index = event.first_index
             delta.token_ids.extend(event.token_ids)
             delta.text = event.text
+            if event.logprobs:
+                delta.logprobs.extend(map(position_logprobs, event.logprobs))
+        case ev.PromptLogProbs():
+            frame.prompt_logprobs.first_token_index = event.first_index
+            frame.prompt_logprobs.positions.extend(map(position_logprobs, event.positions))
         case ev.Started():
             frame.started.prompt_tokens = event.num_prompt_tokens
             frame.started.cached_tokens = event.num_cached_tokens
@@ -290,11 +266,24 @@ def fill_event(
             frame.priority_changed.SetInParent()
             frame.priority_changed.level = event.level
             frame.priority_changed.priority_ignored = priority_ignored
+        case ev.OutputFinished():
+            frame.output_finished.CopyFrom(finished(event.finished))
         case ev.Finished():
             frame.finished.CopyFrom(finished(event))
         case ev.Failed():
             assert isinstance(frame, gen.SessionResponse), "a failed call ends with a status"
             frame.failed.CopyFrom(failed(event.error, usage(event.usage)))
+
+
+def position_logprobs(position: ev.PositionLogProbs) -> types.PositionLogprobs:
+    """Log probabilities at one place of a text."""
+    return types.PositionLogprobs(
+        sampled=types.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
+        top=[
+            types.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in zip(position.top_ids, position.top, strict=True)
+        ],
+    )
 
 
 def preempt_reason(reason: PreemptReason) -> types.PreemptReason:
@@ -346,6 +335,8 @@ def usage(cost: Usage) -> types.Usage:
         decode=duration(cost.decode_s),
         preempted=duration(cost.preempted_s),
         parked=duration(cost.parked_s),
+        drafted_tokens=cost.drafted_tokens,
+        accepted_tokens=cost.accepted_tokens,
     )
 
 

@@ -147,6 +147,9 @@ class Episode:
             "max_preemptions_per_step": pick([1, 2, 8]),
             "starved_share": pick([0.1, 0.1, 0.5]),
         }
+        if not self.depth:
+            config["speculation_tokens"] = pick([0, 0, 1, 4])
+            config["speculation_max_running"] = pick([1, 8])
         if mood == "growth":
             config["max_wait_s"] = pick([1e9, 1e9, 1e9, 30.0])
         elif mood == "flood":
@@ -226,6 +229,10 @@ class Episode:
             more["eos_token_ids"] = [rng.randint(32, 126) for _ in range(4)]
         if chance() < 0.15:
             more["stop_token_ids"] = tuple(rng.randint(32, 126) for _ in range(4))
+        if chance() < 0.1:
+            more["prompt_logprobs"] = 0
+        if chance() < 0.15:
+            more["family"] = rng.choice("pq")
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
         return Call("submit", (name, rng.randint(0, 2), size), more)
