@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from clients.python import cli
+from clients.python import cli, command
 from clients.python.demo import DemoOptions
 from clients.python.demo_server import ServerDied
 
@@ -77,7 +77,7 @@ def test_expected_failures_have_a_line_and_a_code(
         work.close()
         raise error
 
-    monkeypatch.setattr(cli.asyncio, "run", fail)
+    monkeypatch.setattr(command.asyncio, "run", fail)
     result = ctl("demo")
     assert (result.exit_code, result.stderr) == (code, message)
 
