@@ -4,7 +4,7 @@ It may have a port of its own, and where tenants have credentials it lets
 operators in alone; ``explained`` says so when a call fails for that reason.
 """
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,6 +33,12 @@ from vorrang.v1 import types_pb2
 _SERVICE = pb.DESCRIPTOR.services_by_name["ControlService"].full_name
 _PAGE_SIZE = 500
 _TIMEOUT_S = 10.0
+#: Who watches a server wants to see it come back; grpc's own waits grow to two minutes.
+_RECONNECT = (
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+)
 
 
 class NoSuchRequest(VorrangError):
@@ -47,6 +53,11 @@ class ControlClient(VorrangClient):
     Every call raises ``ConnectionLost`` when the server can't be reached, ``AccessDenied``
     when the caller is no operator, and ``Unimplemented`` where ControlService isn't on this port.
     """
+
+    def __init__(
+        self, target: str, *, channel_options: Sequence[tuple[str, Any]] = (), **options: Any
+    ) -> None:
+        super().__init__(target, channel_options=[*_RECONNECT, *channel_options], **options)
 
     async def info(self) -> ServerInfo:
         """What the server is."""

@@ -15,6 +15,7 @@ from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected
 from clients.python.demo import DemoOptions, run_demo
 from clients.python.events import Delta, Result
 from clients.python.request import RequestOptions
+from clients.python.top import top
 
 main = typer.Typer(
     name="vorrangctl",
@@ -27,6 +28,7 @@ main = typer.Typer(
 auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
 main.add_typer(auth_app, name="auth")
 main.add_typer(admin.app)
+main.command()(top)
 
 PriorityName = Annotated[
     str | None,
