@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clients.python.admin_types import Drained, LiveRequest, ServerInfo, ServerLoad, Step
+from workloads.classes import class_of
 
 STYLE_BY_CLASS = {"interactive": "bold yellow", "standard": "cyan", "batch": "blue"}
 STYLE_BY_STATE = {
@@ -15,14 +16,6 @@ STYLE_BY_STATE = {
     "PREEMPTED": "bold white on red",
     "PARKED": "magenta",
 }
-_INTERACTIVE_MAX, _STANDARD_MAX = -1, 9
-
-
-def class_of(level: int) -> str:
-    """Name of the class that a level belongs to (docs/SCHEDULING.md)."""
-    if level <= _INTERACTIVE_MAX:
-        return "interactive"
-    return "standard" if level <= _STANDARD_MAX else "batch"
 
 
 def info_table(info: ServerInfo) -> Table:

@@ -14,6 +14,7 @@ from clients.python.client import VorrangClient
 from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
 from clients.python.demo import DemoOptions, run_demo
 from clients.python.events import Delta, Result
+from clients.python.load_cli import load
 from clients.python.request import RequestOptions
 from clients.python.top import top
 
@@ -29,6 +30,7 @@ auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
 main.add_typer(auth_app, name="auth")
 main.add_typer(admin.app)
 main.command()(top)
+main.command()(load)
 
 PriorityName = Annotated[
     str | None,

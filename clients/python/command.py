@@ -14,6 +14,7 @@ import typer
 
 from clients.python.demo_server import ServerDied
 from clients.python.errors import InvalidRequest, VorrangError
+from workloads.errors import InvalidWorkload
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -50,7 +51,7 @@ class expected_failures:  # noqa: N801  # Reads as a statement where it is used.
                 _exit(str(error), EXIT_FAILED, error)
             case TimeoutError():
                 _exit("took too long", EXIT_FAILED, error)
-            case ValueError():
+            case ValueError() | InvalidWorkload():
                 _exit(str(error), EXIT_USAGE, error)
             case BrokenPipeError():
                 # Whoever read the output has gone; keep the interpreter from trying again at exit.

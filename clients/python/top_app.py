@@ -15,10 +15,11 @@ from textual.widgets import DataTable, Footer, Static
 from clients.python import top_view
 from clients.python.admin_client import ControlClient
 from clients.python.admin_types import LiveRequest, ServerInfo
-from clients.python.admin_view import STYLE_BY_CLASS, class_of
+from clients.python.admin_view import STYLE_BY_CLASS
 from clients.python.errors import AccessDenied, Unimplemented, VorrangError
 from clients.python.top_dialogs import AskPriority, ConfirmCancel
 from clients.python.top_state import COLUMNS, Board, Reading
+from workloads.classes import class_of
 
 #: Requests that are listed at most: more than fit on a screen.
 MAX_ROWS = 500

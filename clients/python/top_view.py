@@ -5,9 +5,10 @@ from rich.table import Table
 from rich.text import Text
 
 from clients.python.admin_types import LiveRequest, ServerInfo
-from clients.python.admin_view import STYLE_BY_CLASS, age_of, class_of, output_of, state_text
+from clients.python.admin_view import STYLE_BY_CLASS, age_of, output_of, state_text
 from clients.python.errors import InvalidRequest
 from clients.python.top_state import Board, bar_text, curve_text
+from workloads.classes import class_of
 
 _BAR_WIDTH, _CURVE_WIDTH = 24, 40
 _NARROW = 90

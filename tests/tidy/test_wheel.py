@@ -69,4 +69,12 @@ def test_the_client_needs_no_serving_dependency(wheel):
         for line in lines
         if line.startswith("Requires-Dist") and "extra" not in line
     }
-    assert base == {"googleapis-common-protos", "grpcio", "grpcio-status", "protobuf", "rich", "textual", "typer"}
+    assert base == {
+        "googleapis-common-protos",
+        "grpcio",
+        "grpcio-status",
+        "protobuf",
+        "rich",
+        "textual",
+        "typer",
+    }

@@ -16,7 +16,6 @@ from clients.python.admin_types import (
     Step,
 )
 from clients.python.events import Usage
-from engine.priority import LEVEL_MAX, LEVEL_MIN, class_of
 
 
 def request(**fields: object) -> LiveRequest:
@@ -33,11 +32,6 @@ def text_of(renderable: object) -> str:
     console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
-
-
-def test_classes_of_levels_are_those_of_the_engine() -> None:
-    for level in range(LEVEL_MIN, LEVEL_MAX + 1):
-        assert admin_view.class_of(level) == class_of(level).name
 
 
 def test_a_request_is_a_row() -> None:

@@ -3,9 +3,9 @@
 import pytest
 
 from clients.python.admin_types import ClassLoad, LiveRequest, ServerLoad
-from clients.python.admin_view import class_of
 from clients.python.events import Usage
 from clients.python.top_state import COLUMNS, RATE_WINDOW_S, Board, Rates, Reading, bar_text, curve_text
+from workloads.classes import class_of
 
 
 def load(steps: int = 0, output: int = 0, computed: int = 0) -> ServerLoad:
