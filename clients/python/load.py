@@ -3,10 +3,13 @@
 Open loop: the intended start of a request is its arrival time in the workload, and
 every latency is measured from there, so that a server, or a generator, that stalls
 can't make its own stall invisible (coordinated omission: Gil Tene, "How NOT to
-Measure Latency"). The generator's own lateness is measured, too.
+Measure Latency"). The generator's own lateness is measured, too. Times are
+``time.monotonic``: an event loop's own clock may be coarse, or stand still
+while the loop is late, which is what must not be hidden.
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
@@ -136,11 +139,10 @@ class _Generator:
         self._started_s = 0.0
 
     async def run(self) -> None:
-        loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
             helpers = await stack.enter_async_context(_Helpers())
             await self._connect(stack)
-            self._started_s = self._run.figures["started_s"] = loop.time() + _LEAD_S
+            self._started_s = self._run.figures["started_s"] = time.monotonic() + _LEAD_S
             self._state.begin(self._workload.requests, self._started_s)
             lags = helpers.start(watch_lag(self._state.lags_s))
             if self._options.sample_s:
@@ -155,7 +157,7 @@ class _Generator:
             finally:
                 await self._cancel_rest()
                 lags.cancel()
-                self._run.end_s = loop.time() - self._started_s
+                self._run.end_s = time.monotonic() - self._started_s
         self._run.records = self._state.records
         self._run.figures.update(self._state.own_lateness())
 
@@ -191,7 +193,7 @@ class _Generator:
             record = self._state.due(arrival)
             if self._state.num_in_flight >= self._options.max_in_flight:
                 rule = f"{self._options.max_in_flight} requests were alive"
-                self._state.failed(record, NOT_SENT, rule, loop.time() - self._started_s)
+                self._state.failed(record, NOT_SENT, rule, time.monotonic() - self._started_s)
                 continue
             self._state.num_in_flight += 1
             task = loop.create_task(self._follow(arrival, record))
@@ -200,7 +202,6 @@ class _Generator:
 
     async def _follow(self, arrival: Arrival, record: RequestRecord) -> None:
         """Send one request and book what becomes of it."""
-        loop = asyncio.get_running_loop()
         lanes = self._lanes.get(arrival.tenant) or self._lanes[""]
         lane = min(lanes, key=lambda lane: lane.num_alive)
         lane.num_alive += 1
@@ -216,16 +217,16 @@ class _Generator:
                 label=arrival.label or "vorrangctl load",
                 model=self._options.model,
             )
-            record.sent_s = loop.time() - self._started_s
+            record.sent_s = time.monotonic() - self._started_s
             self._state.num_sent += 1
             await self._read(stream, record)
         except VorrangError as error:
             reason = error.reason or (UNANSWERED if isinstance(error, ConnectionLost) else error.code.name)
-            self._state.failed(record, reason, error.message, loop.time() - self._started_s)
+            self._state.failed(record, reason, error.message, time.monotonic() - self._started_s)
             if session is not None and isinstance(error, ConnectionLost | SessionClosed):
                 lane.lost(session, error)
         except asyncio.CancelledError:
-            now_s = loop.time() - self._started_s
+            now_s = time.monotonic() - self._started_s
             self._state.failed(record, UNFINISHED, "it was given up by the generator", now_s)
             raise
         finally:
@@ -233,9 +234,8 @@ class _Generator:
             self._state.num_in_flight -= 1
 
     async def _read(self, stream: RequestStream, record: RequestRecord) -> None:
-        loop = asyncio.get_running_loop()
         async for event in stream:
-            now_s = loop.time() - self._started_s
+            now_s = time.monotonic() - self._started_s
             match event:
                 case Delta() if event.token_ids:
                     self._state.got(record, len(event.token_ids), now_s)
@@ -297,13 +297,12 @@ async def _wait_until(due_s: float, stop: asyncio.Event) -> None:
     The event loop's timers are up to a millisecond late; the last one of a longer wait is
     therefore spent awake, which costs at most a third of a core.
     """
-    loop = asyncio.get_running_loop()
-    awake_s = _AWAKE_S if due_s - loop.time() > 3 * _AWAKE_S else 0.0
-    while (left_s := due_s - awake_s - loop.time()) > 0 and not stop.is_set():
+    awake_s = _AWAKE_S if due_s - time.monotonic() > 3 * _AWAKE_S else 0.0
+    while (left_s := due_s - awake_s - time.monotonic()) > 0 and not stop.is_set():
         with suppress(TimeoutError):
             async with asyncio.timeout(left_s):
                 await stop.wait()
-    while loop.time() < due_s and not stop.is_set():
+    while time.monotonic() < due_s and not stop.is_set():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
 

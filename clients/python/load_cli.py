@@ -6,6 +6,7 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -132,7 +133,7 @@ async def _load(
     done = Run(
         "load", offered_rps=_rate(workload), seed=seed, command=shlex.join(["vorrangctl", *sys.argv[1:]])
     )
-    with _stopping(stop), LoadView(console, state, loop.time) as view:
+    with _stopping(stop), LoadView(console, state, time.monotonic) as view:
         running = loop.create_task(run_load(target, workload, options, state=state, stop=stop, run=done))
         try:
             while not running.done():

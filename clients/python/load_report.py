@@ -14,7 +14,17 @@ from typing import Any
 
 from workloads.classes import LEVELS, class_of
 from workloads.records import RequestRecord, Run
-from workloads.statistics import Distribution, Target, distribution, is_good, is_served, per, tpot_s, ttft_s
+from workloads.statistics import (
+    Distribution,
+    Target,
+    distribution,
+    e2e_s,
+    is_good,
+    is_served,
+    per,
+    tpot_s,
+    ttft_s,
+)
 
 #: Errors of the generator's own making: the request was waited for until then, in vain.
 _GIVEN_UP = ("UNFINISHED",)
@@ -41,7 +51,7 @@ class ClassSummary:
         ttft_s: intended start to first token.
         tpot_s: mean time per token after the first, for each request.
         gap_s: time between two arrivals of output of one request; tokens that come together are one.
-        e2e_s: intended start to end.
+        e2e_s: intended start to last token, of those served whole.
     """
 
     name: str
@@ -178,15 +188,8 @@ def _class_summary(
         ttft_s=distribution(_with_waits(records, end_s, ttft_s)),
         tpot_s=distribution(v for r in records if (v := tpot_s(r)) is not None),
         gap_s=distribution(gap for r in records for gap in gaps_s(r, end_s)),
-        e2e_s=distribution(_with_waits(records, end_s, _e2e_s)),
+        e2e_s=distribution(_with_waits(records, end_s, e2e_s)),
     )
-
-
-def _e2e_s(record: RequestRecord) -> float | None:
-    """Intended start to end; None while it has none of its own."""
-    if record.ended_s is None or record.error is not None:
-        return None
-    return record.ended_s - record.request.arrival_s
 
 
 def _with_waits(records: Iterable[RequestRecord], end_s: float, value_of: Any) -> Iterable[float]:

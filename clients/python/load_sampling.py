@@ -1,6 +1,7 @@
 """What the load generator looks at meanwhile: the server's load, and how late it is itself."""
 
 import asyncio
+import time
 
 from clients.python.admin_client import ControlClient
 from clients.python.errors import AccessDenied, Unimplemented, VorrangError
@@ -11,11 +12,10 @@ _TICK_S = 0.05
 
 async def watch_lag(lags_s: list[float]) -> None:
     """Note by how much the event loop is late, some twenty times a second, until cancelled."""
-    loop = asyncio.get_running_loop()
     while True:
-        due_s = loop.time() + _TICK_S
+        due_s = time.monotonic() + _TICK_S
         await asyncio.sleep(_TICK_S)
-        lags_s.append(max(0.0, loop.time() - due_s))
+        lags_s.append(max(0.0, time.monotonic() - due_s))
 
 
 async def sample_load(
@@ -26,10 +26,9 @@ async def sample_load(
     Args:
         control: whom to ask.
         interval_s: seconds between two looks.
-        started_s: start of the run on the event loop's clock.
+        started_s: start of the run on ``time.monotonic``.
         samples: what they are added to; a look that fails is left out.
     """
-    loop = asyncio.get_running_loop()
     while True:
         try:
             load = await control.load()
@@ -40,7 +39,7 @@ async def sample_load(
         else:
             samples.append(
                 Sample(
-                    time_s=loop.time() - started_s,
+                    time_s=time.monotonic() - started_s,
                     num_running=sum(c.num_running for c in load.classes),
                     num_waiting=sum(c.num_queued for c in load.classes),
                     kv_use=load.kv_use,

@@ -20,7 +20,7 @@ class LoadState:
         records: of every request that was due so far, in order of arrival.
         num_total: requests of the workload.
         duration_s: when the last of them is due.
-        started_s: when the run started, on the event loop's clock; 0 = not yet.
+        started_s: when the run started, on ``time.monotonic``; 0 = not yet.
         num_sent: requests that were handed to the transport.
         num_in_flight: requests that were sent and have not ended.
         num_finished: requests that ended with an output.
