@@ -1,0 +1,54 @@
+"""Steps made at once give what steps made one by one give."""
+
+import dataclasses
+
+import pytest
+
+from engine.runner.simulated import SimulatedRunner
+from engine.sim.configurations import parse_configuration
+from engine.sim.profiles import profile_named
+from engine.sim.simulator import simulate
+from workloads.arrivals import Arrival, Workload
+from workloads.mixes import synthetic
+
+NAMES = (
+    "fcfs", "priority", "fair", "prefill-first", "static", "vllm-like",
+    "priority:max_running_requests=6", "fcfs:max_running_requests=6", "fair:max_running_requests=6",
+    "prefill-first:max_running_requests=6", "priority:max_running_requests=6,batch.max_wait_s=3",
+    "static:max_running_requests=6,batch.max_wait_s=3",
+)  # fmt: skip
+
+
+def both(workload, name, num_blocks):
+    config = parse_configuration(name).config
+    runner = SimulatedRunner(profile_named("rtx4090"), num_blocks=num_blocks)
+    return [
+        simulate(workload, runner, config, step_by_step=one_by_one, check_integrity=True)
+        for one_by_one in (True, False)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("num_blocks", "scale"), [(300, 2.0), (2000, 0.5)])
+def test_every_figure_is_the_same_to_the_last_bit(name, num_blocks, scale):
+    workload = synthetic("saturated", duration_s=60, seed=3, max_tokens=1500).scaled(scale).limited(60)
+    workload = workload.with_tenants(3, seed=1)
+    one_by_one, at_once = both(workload, name, num_blocks)
+    assert dataclasses.asdict(one_by_one) == dataclasses.asdict(at_once)
+    assert one_by_one.num_steps > 500
+
+
+def test_most_steps_of_a_lone_request_are_not_planned():
+    plans = []
+    workload = Workload("one", (Arrival(0, 0.0, 100, 1000),))
+    runner, config = SimulatedRunner(profile_named("h100")), parse_configuration("priority").config
+
+    class Counting(SimulatedRunner):
+        def run(self, plan):
+            plans.append(plan)
+            return super().run(plan)
+
+    recording = simulate(workload, Counting(profile_named("h100")), config)
+    assert recording.num_steps == 1000
+    assert len(plans) < 10
+    assert recording == simulate(workload, runner, config, step_by_step=True)
