@@ -36,9 +36,17 @@ from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
-from workloads.mixes import MIXES, synthetic
+from workloads.mixes import MIXES
+from workloads.sources import is_trace, ready_workloads, workload_from
 from workloads.statistics import TARGETS, parse_target
-from workloads.traces import FORMATS, read_trace
+from workloads.traces import FORMATS
+
+WORKLOAD_HELP = (
+    f"A workload file (.toml), a trace, a ready workload ({', '.join(ready_workloads())}) "
+    f"or a mix ({', '.join(MIXES)})."
+)
+#: Shares of a trace's requests, which has no classes of its own.
+DEFAULT_CLASSES: Mapping[str, float] = {"interactive": 0.2, "batch": 0.8}
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
@@ -59,7 +67,7 @@ def _root() -> None:
 
 @app.command()
 def run(
-    workload: Annotated[str, typer.Argument(help=f"A trace file, or a made-up mix: {', '.join(MIXES)}.")],
+    workload: Annotated[str, typer.Argument(help=WORKLOAD_HELP)],
     profile: Annotated[str, typer.Option(help=f"Hardware: {', '.join(PROFILES)}.")] = "rtx4090",
     policy: Annotated[str, typer.Option(help="Order of requests.")] = "priority",
     discipline: Annotated[str | None, typer.Option(help="How a step is filled.")] = None,
@@ -84,7 +92,9 @@ def run(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     scale: Annotated[float, typer.Option(help="Multiplies the arrival rate.")] = 1.0,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Drop longer prompts.")] = None,
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals of a made-up mix.")] = 600.0,
+    duration: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds of arrivals; default: all of them, of a mix 600.")
+    ] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: the profile's.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Goal of a class, CLASS=TTFT_S/TPOT_S; repeatable.")
@@ -179,17 +189,14 @@ def _workload(
     limit: int | None,
     scale: float,
     max_prompt_tokens: int | None,
-    duration_s: float,
+    duration_s: float | None,
     seed: int,
     console: Console,
 ) -> Workload:
-    path = Path(source)
-    if path.is_file():
-        arrivals = read_trace(path, trace_format)
-        shares = {"interactive": 0.2, "batch": 0.8} if classes is None else _shares(classes)
-    else:
-        arrivals = synthetic(source, duration_s=duration_s, seed=seed)
-        shares = {} if classes is None else _shares(classes)
+    arrivals = workload_from(source, seed=seed, duration_s=duration_s, trace_format=trace_format)
+    shares = DEFAULT_CLASSES if classes is None and is_trace(source) else {}
+    if classes is not None:
+        shares = _shares(classes)
     if max_prompt_tokens is not None:
         num_before = len(arrivals.requests)
         arrivals = arrivals.with_prompts_up_to(max_prompt_tokens)

@@ -135,8 +135,8 @@ class Workload:
         return dataclasses.replace(self, requests=tuple(map(change, self.requests)))
 
 
-def in_order(name: str, requests: Sequence[Arrival]) -> Workload:
-    """A workload of requests in any order: sorted by arrival, shifted to start at 0, numbered anew.
+def in_order(name: str, requests: Sequence[Arrival], *, shift: bool = True) -> Workload:
+    """A workload of requests in any order: sorted by arrival and numbered anew, from 0 s on if ``shift``.
 
     Raises:
         InvalidWorkload: there are none.
@@ -144,7 +144,7 @@ def in_order(name: str, requests: Sequence[Arrival]) -> Workload:
     if not requests:
         raise InvalidWorkload("workload", "must hold a request", name)
     ordered = sorted(requests, key=lambda request: request.arrival_s)
-    start = ordered[0].arrival_s
+    start = ordered[0].arrival_s if shift else 0.0
     return Workload(
         name,
         tuple(

@@ -83,7 +83,7 @@ class SimulatedRunner:
         return self._profile.step_s(size_of(plan))
 
     def decodes_s(self, num_requests: int, num_kv_tokens: int) -> Iterator[float]:
-        """What plans cost that follow one another, of the same decodes alone; the first reads so much KV."""
+        """What plans of the same decodes cost, one after the other; the first reads so much KV."""
         return self._profile.decodes_s(num_requests, num_kv_tokens)
 
     def run(self, plan: Plan) -> StepResult:

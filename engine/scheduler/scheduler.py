@@ -267,7 +267,7 @@ class Scheduler:
         return booked.events
 
     def stretch(self) -> Stretch:
-        """Steps that may be made at once from here, where a plan was just committed (``engine.scheduler.stretch``)."""
+        """Steps that may be made at once from here, after a commit; see ``engine.scheduler.stretch``."""
         if self._quiet is None:
             return NO_STRETCH
         stretch = stretch_of(self._state, self._quiet.gate)

@@ -90,7 +90,7 @@ class HardwareProfile:
         return (self.overhead_ms + dense_ms + sequences_ms) / 1e3 + kv_us / 1e6 + attention_ns / 1e9
 
     def decodes_s(self, num_sequences: int, num_kv_tokens: int) -> Iterator[float]:
-        """Durations of steps that follow one another, of the same decodes alone; the first reads so much KV."""
+        """Durations of steps of the same decodes, one after the other; the first reads so much KV."""
         fixed_s = self.step_s(StepSize(num_sequences, num_sequences, 0))
         while True:
             yield fixed_s + self.kv_token_us * num_kv_tokens / 1e6
