@@ -6,7 +6,7 @@ setting or a damaged file.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -34,22 +34,13 @@ from engine.sim.metrics import Report, report
 from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
 from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
+from server.sim_options import DEFAULT_CLASSES, EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_report import report as report_command
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
-from workloads.mixes import MIXES
-from workloads.sources import is_trace, ready_workloads, workload_from
+from workloads.sources import is_trace, workload_from
 from workloads.statistics import TARGETS, parse_target
 from workloads.traces import FORMATS
-
-WORKLOAD_HELP = (
-    f"A workload file (.toml), a trace, a ready workload ({', '.join(ready_workloads())}) "
-    f"or a mix ({', '.join(MIXES)})."
-)
-#: Shares of a trace's requests, which has no classes of its own.
-DEFAULT_CLASSES: Mapping[str, float] = {"interactive": 0.2, "batch": 0.8}
-
-EXIT_DIFFERENT = 1
-EXIT_USAGE = 2
 
 app = typer.Typer(
     name="sim",
@@ -132,6 +123,9 @@ def run(
     _show(console, title, reports, json_path)
 
 
+app.command(name="report")(report_command)
+
+
 @app.command()
 def replay(log: Annotated[Path, typer.Argument(help="A decision log.")]) -> None:
     """Make every decision of a log again; name the first that differs."""
@@ -196,7 +190,7 @@ def _workload(
     arrivals = workload_from(source, seed=seed, duration_s=duration_s, trace_format=trace_format)
     shares = DEFAULT_CLASSES if classes is None and is_trace(source) else {}
     if classes is not None:
-        shares = _shares(classes)
+        shares = parse_shares(classes)
     if max_prompt_tokens is not None:
         num_before = len(arrivals.requests)
         arrivals = arrivals.with_prompts_up_to(max_prompt_tokens)
@@ -211,14 +205,6 @@ def _workload(
     if shares:
         arrivals = arrivals.with_classes(shares, seed)
     return arrivals if tenants is None else arrivals.with_tenants(tenants, seed)
-
-
-def _shares(text: str) -> Mapping[str, float]:
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {name: float(share) for name, share in pairs}
-    except ValueError:
-        raise InvalidRequest("classes", "must be CLASS=SHARE,...", text) from None
 
 
 def _simulate(

@@ -22,7 +22,8 @@ from engine.request import PreemptReason
 from engine.scheduler.plan import Granted, Plan
 from engine.scheduler.stretch import Stretch
 from workloads.arrivals import Arrival
-from workloads.records import RequestRecord
+from workloads.classes import class_of
+from workloads.records import RequestRecord, Sample
 
 
 @dataclass(slots=True)
@@ -41,6 +42,7 @@ class Recording:
         num_inversions: prefill grants (an admission is one) to a request while a strictly
             more urgent one waited.
         inversion_s: time during which a request computed while a strictly more urgent one waited.
+        samples: the scheduler's state now and then, when that was asked for.
         failures: the errors of requests that were refused or failed, by request id.
     """
 
@@ -55,6 +57,7 @@ class Recording:
     num_inversions: int = 0
     inversion_s: float = 0.0
     failures: dict[str, VorrangError] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Recorder:
@@ -156,6 +159,19 @@ class Recorder:
             record.last_token_s = end_s
             if longest_s > record.longest_stall_s:
                 record.longest_stall_s = longest_s
+
+    def sample(self, now: float, num_running: int, kv_use: float) -> None:
+        """Keep the state of the scheduler at one moment."""
+        by_class: Counter[str] = Counter()
+        for level, num_waiting in self._waiting.items():
+            by_class[class_of(level)] += num_waiting
+        recording = self.recording
+        recording.samples.append(
+            Sample(
+                now, num_running, len(self._without_seat), kv_use, recording.preemptions.total(),
+                recording.num_recomputed_tokens, dict(by_class),
+            )
+        )  # fmt: skip
 
     def _most_urgent_waiting(self) -> int | None:
         return min((level for level, n in self._waiting.items() if n), default=None)

@@ -68,6 +68,7 @@ def simulate(
     check_integrity: bool = False,
     decisions: DecisionSink | None = None,
     step_by_step: bool = False,
+    sample_every_s: float = math.inf,
 ) -> Recording:
     """Run a workload through the scheduler.
 
@@ -87,6 +88,7 @@ def simulate(
         step_by_step: plan every step. Otherwise steps in which nothing but decoding can happen
             are made at once (``engine.scheduler.stretch``), with the same outcome; never
             when plans are watched, recorded or made ahead.
+        sample_every_s: virtual seconds between two samples of the scheduler's state, at least.
 
     Raises:
         SimulationStuck: nothing can happen any more.
@@ -103,6 +105,7 @@ def simulate(
     planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
     now = 0.0
     next_progress = 1024
+    next_sample_s = 0.0 if math.isfinite(sample_every_s) else math.inf
     while coming or scheduler.has_requests:
         planned_at.append(now)
         seen_until = planned_at[0] if scheduler.has_requests else now
@@ -134,6 +137,9 @@ def simulate(
             scheduler.check_integrity()
         if at_once:
             now = _pass_stretch(scheduler, runner, recorder, now, coming[0].arrival_s if coming else math.inf)
+        if now >= next_sample_s:
+            next_sample_s = now + sample_every_s
+            recorder.sample(now, scheduler.num_running, 1 - blocks.num_free_blocks / blocks.num_blocks)
         if on_progress is not None and recorder.recording.num_steps >= next_progress:
             next_progress = recorder.recording.num_steps + 1024
             num_alive = scheduler.num_running + scheduler.num_waiting
