@@ -10,7 +10,7 @@ neither plans nor time. docs/SIMULATOR.md says how the constants were found.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
@@ -88,6 +88,13 @@ class HardwareProfile:
         kv_us = self.kv_token_us * size.num_kv_tokens + self.mixed_kv_token_us * size.num_mixed_kv_tokens
         attention_ns = self.attention_pair_ns * size.num_attention_pairs
         return (self.overhead_ms + dense_ms + sequences_ms) / 1e3 + kv_us / 1e6 + attention_ns / 1e9
+
+    def decodes_s(self, num_sequences: int, num_kv_tokens: int) -> Iterator[float]:
+        """Durations of steps of the same decodes, one after the other; the first reads so much KV."""
+        fixed_s = self.step_s(StepSize(num_sequences, num_sequences, 0))
+        while True:
+            yield fixed_s + self.kv_token_us * num_kv_tokens / 1e6
+            num_kv_tokens += num_sequences
 
 
 def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
