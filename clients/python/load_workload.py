@@ -64,9 +64,7 @@ def workload_of(source: str | None, wish: Wish) -> Workload:
         workload = workload.limited(wish.num_requests)
     if not workload.requests:
         raise InvalidWorkload("workload", "must hold a request; raise rate or duration", workload.name)
-    if len(workload.requests) > MAX_REQUESTS:
-        rule = f"must hold at most {MAX_REQUESTS} requests; see --requests and --duration"
-        raise InvalidWorkload("workload", rule, len(workload.requests))
+    _check_number(len(workload.requests))
     return workload
 
 
@@ -116,6 +114,12 @@ def parse_length(text: str, field: str) -> Length:
     return lambda rng: rng.randint(low, high)
 
 
+def _check_number(num_requests: float) -> None:
+    if num_requests > MAX_REQUESTS:
+        rule = f"must hold at most {MAX_REQUESTS} requests; see --requests and --duration"
+        raise InvalidWorkload("workload", rule, round(num_requests))
+
+
 def _check(wish: Wish) -> None:
     for name, value in (("rate", wish.rate_rps), ("duration", wish.duration_s)):
         if value is not None and not 0 < value < math.inf:
@@ -147,7 +151,8 @@ def _made_up(wish: Wish) -> Workload:
     rate_rps, duration_s = wish.rate_rps or 1.0, wish.duration_s
     if duration_s is None:
         duration_s = wish.num_requests / rate_rps * 2 if wish.num_requests else 30.0
-    most = MAX_REQUESTS + 1 if wish.num_requests is None else min(wish.num_requests, MAX_REQUESTS + 1)
+    most = wish.num_requests or math.inf
+    _check_number(min(most, rate_rps * duration_s))
     shares = dict(wish.classes or {"standard": 1.0})
     levels = [level_named(name) for name in shares]
     prompt = parse_length(wish.prompt_tokens, "prompt_tokens")
