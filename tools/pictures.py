@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 RENDERED = ROOT / "build/pictures"
 SEATS, KV_BLOCKS = 4, 160
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 CLASSES = "interactive=0.3,standard=0.2,batch=0.5"
 
 
@@ -214,8 +214,8 @@ async def chat(target: str) -> None:
 async def load(target: str) -> None:
     """A run as it goes, and the tables at its end."""
     arguments = (
-        "load", "--rate", "1.5", "--duration", "20", "--classes", "interactive=0.3,batch=0.7",
-        "--prompt-tokens", "~60", "--output-tokens", "10-30", "--target-latency", "interactive=1/0.2",
+        "load", "--rate", "0.8", "--duration", "20", "--drain", "150", "--classes", "interactive=0.3,batch=0.7",
+        "--prompt-tokens", "~60", "--output-tokens", "8-24", "--target-latency", "interactive=2/0.5",
     )  # fmt: skip
     with terminal(*arguments, target=target, columns=116, lines=40) as one:
         await one.until(lambda text: "TTFT p50" in text)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from clients.python.cli import main
 from tests.support.process import ROOT, ServerProcess, environment, server_process
@@ -53,15 +53,18 @@ def busy(server: ServerProcess) -> Iterator[str]:
         stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
-        while not (alive := json.loads(run("admin requests --json", server).stdout)):
-            pass
+        alive: list[dict[str, str]] = []
+        while not alive:
+            listed = run("admin requests --json", server)
+            assert listed.exit_code == 0, listed.output
+            alive = json.loads(listed.stdout)
         yield alive[0]["server_request_id"]
     finally:
         process.kill()
         process.wait()
 
 
-def run(command: str, server: ServerProcess, stdin: str = "") -> object:
+def run(command: str, server: ServerProcess, stdin: str = "") -> Result:
     env = {"VORRANG_TARGET": server.address, "COLUMNS": "160"}
     return CliRunner().invoke(main, shlex.split(command), stdin, env)
 
