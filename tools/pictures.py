@@ -214,8 +214,9 @@ async def chat(target: str) -> None:
 async def load(target: str) -> None:
     """A run as it goes, and the tables at its end."""
     arguments = (
-        "load", "--rate", "0.8", "--duration", "20", "--drain", "150", "--classes", "interactive=0.3,batch=0.7",
-        "--prompt-tokens", "~60", "--output-tokens", "8-24", "--target-latency", "interactive=2/0.5",
+        "load", "--rate", "0.8", "--duration", "20", "--drain", "150",
+        "--classes", "interactive=0.3,batch=0.7", "--prompt-tokens", "~60", "--output-tokens", "8-24",
+        "--target-latency", "interactive=2/0.5",
     )  # fmt: skip
     with terminal(*arguments, target=target, columns=116, lines=40) as one:
         await one.until(lambda text: "TTFT p50" in text)
