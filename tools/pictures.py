@@ -90,6 +90,13 @@ class Terminal:
                 raise SystemExit(f"{self.command} never showed what was waited for:\n{self.text()}")
             await asyncio.sleep(0.02)
 
+    async def look(self, time_s: float) -> None:
+        """Let time pass. A terminal that nobody reads would hold up the command."""
+        end = time.monotonic() + time_s
+        while time.monotonic() < end:
+            self._read()
+            await asyncio.sleep(0.02)
+
     def _read(self) -> bool:
         try:
             while data := os.read(self._terminal, 65536):
@@ -205,12 +212,12 @@ async def chat(target: str) -> None:
 async def load(target: str) -> None:
     """A run as it goes, and the tables at its end."""
     arguments = (
-        "load", "--rate", "6", "--duration", "20", "--classes", "interactive=0.3,batch=0.7",
+        "load", "--rate", "3.5", "--duration", "20", "--classes", "interactive=0.3,batch=0.7",
         "--output-tokens", "~24", "--target-latency", "interactive=0.2/0.05",
     )  # fmt: skip
     with terminal(*arguments, target=target, columns=116, lines=40) as one:
         await one.until(lambda text: "TTFT p50" in text)
-        await asyncio.sleep(12)
+        await one.look(12)
         await one.until(lambda text: "interactive" in text and "batch" in text)
         one.save("load-live", "vorrangctl load", command=True)
         await one.until(lambda text: "the generator itself" in text)
@@ -225,7 +232,7 @@ async def top(target: str) -> None:
         terminal("top", target=target, columns=112, lines=26) as one,
     ):
         await one.until(lambda text: "live" in text)
-        await asyncio.sleep(20)
+        await one.look(20)
         # The words stand in the headings, too.
         await one.until(lambda text: text.count("preempted") > 2 and text.count("decode") > 2)
         one.save("top", one.command)
