@@ -89,6 +89,18 @@ def save(drawn: "Figure", path: Any, *, dark: bool = False) -> None:
         drawn.savefig(path, dpi=150, facecolor=paper)
 
 
+def logarithmic(axis: Any) -> None:
+    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    is_narrow = low > 0 and high / low < 150
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_narrow else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
 def legend(drawn: "Figure", axes: "Axes") -> None:
     """One legend for all axes, above them."""
     handles, labels = axes.get_legend_handles_labels()
@@ -102,6 +114,11 @@ def faint() -> str:
     return _FAINT
 
 
+def label(axes: "Axes", x: float, y: float, text: str) -> None:
+    """A few words beside a point."""
+    axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=8, color=_INK)
+
+
 def look(index: int) -> dict[str, Any]:
     """Colour, dash and marker of the line with that number."""
     return {
@@ -109,7 +126,7 @@ def look(index: int) -> dict[str, Any]:
         "linestyle": DASHES[index % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": 5,
-        "linewidth": 1.8,
+        "linewidth": max(1.3, 3.0 - 0.45 * index),  # so that equal lines are all seen
     }
 
 
