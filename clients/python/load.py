@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+from uuid import uuid4
 
 from clients.python.admin_client import ControlClient
 from clients.python.errors import ConnectionLost, SessionClosed, VorrangError
@@ -137,6 +138,7 @@ class _Generator:
         self._tasks: set[asyncio.Task[None]] = set()
         self._vocabulary_size = 2
         self._started_s = 0.0
+        self._run_id = uuid4().hex[:4]  # ids must be new in the tenant, runs before and beside this included
 
     async def run(self) -> None:
         async with AsyncExitStack() as stack:
@@ -209,6 +211,7 @@ class _Generator:
         try:
             session = lane.session
             stream = await session.start(
+                request_id=f"load-{self._run_id}-{arrival.index}",
                 token_ids=arrival.prompt_token_ids(self._vocabulary_size),
                 priority=arrival.level,
                 max_tokens=arrival.num_output_tokens,

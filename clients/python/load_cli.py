@@ -28,7 +28,7 @@ from clients.python.load import LoadOptions, run_load, tenants_without_token
 from clients.python.load_report import LoadSummary, summarise
 from clients.python.load_state import LoadState
 from clients.python.load_view import LoadView, print_summary
-from clients.python.load_workload import Wish, mean_rate_rps, parse_classes, workload_of
+from clients.python.load_workload import Wish, parse_classes, workload_of
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
 from workloads.records import Run, write_runs
@@ -41,7 +41,10 @@ _TICK_S = 0.25
 def load(
     source: Annotated[
         str | None,
-        typer.Argument(metavar="[WORKLOAD]", help="A trace file, or steady, saturated, backlog."),
+        typer.Argument(
+            metavar="[WORKLOAD]",
+            help="A ready workload or a mix by name, a workload file (.toml), or a trace.",
+        ),
     ] = None,
     target: Target = DEFAULT_TARGET,
     control: Control = None,
@@ -204,7 +207,7 @@ def _tokens(texts: list[str]) -> dict[str, str]:
 
 def _rate(workload: Workload) -> float | None:
     try:
-        return mean_rate_rps(workload)
+        return workload.mean_rate_rps
     except InvalidWorkload:
         return None
 

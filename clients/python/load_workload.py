@@ -2,24 +2,22 @@
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from workloads.arrivals import Arrival, Workload, in_order
 from workloads.classes import level_named
+from workloads.distributions import MAX_TOKENS, Length
 from workloads.errors import InvalidWorkload
-from workloads.mixes import MIXES, synthetic
-from workloads.traces import read_trace
+from workloads.mixes import MIXES
+from workloads.sources import is_trace, workload_from
 
 #: Requests of one run at most: each is kept with the time of each of its tokens.
 MAX_REQUESTS = 200_000
-MAX_TOKENS = 1_000_000
 ARRIVALS = ("poisson", "constant")
 _SIGMA = 0.8
-
-#: Draws a length in tokens.
-Length = Callable[[random.Random], int]
+#: Unless said otherwise: long enough for a look, short enough to be waited for.
+_MIX_DURATION_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +26,7 @@ class Wish:
 
     Attributes:
         rate_rps: mean arrivals a second; with a file or mix: that it is brought to; None: as it is.
-        duration_s: arrivals end then; None: the file's own end, or 30 s.
+        duration_s: arrivals end then; None: the file's own end, 60 s of a mix, or 30 s.
         num_requests: most requests; None: as many as come.
         arrivals: ``poisson`` or ``constant``.
         classes: class name -> share of the requests; None: the file's own, or all ``standard``.
@@ -51,7 +49,7 @@ def workload_of(source: str | None, wish: Wish) -> Workload:
     """The workload that is wished for.
 
     Args:
-        source: a trace file, the name of a mix, or None: made up as ``wish`` says.
+        source: as ``workloads.sources.workload_from`` takes it, or None: made up as ``wish`` says.
         wish: rate, length and so on.
 
     Raises:
@@ -59,34 +57,15 @@ def workload_of(source: str | None, wish: Wish) -> Workload:
         OSError: the file can't be read.
     """
     _check(wish)
-    workload = _made_up(wish) if source is None else _from(source, wish)
+    workload = _made_up(wish) if source is None else _found(source, wish)
     if wish.classes is not None and source is not None:
         workload = workload.with_classes(wish.classes, wish.seed)
-    if source is not None and wish.rate_rps is not None:
-        workload = workload.scaled(wish.rate_rps / mean_rate_rps(workload))
-    if wish.duration_s is not None:
-        kept = tuple(r for r in workload.requests if r.arrival_s < wish.duration_s)
-        workload = Workload(workload.name, kept)
     if wish.num_requests is not None:
         workload = workload.limited(wish.num_requests)
     if not workload.requests:
         raise InvalidWorkload("workload", "must hold a request; raise rate or duration", workload.name)
-    if len(workload.requests) > MAX_REQUESTS:
-        rule = f"must hold at most {MAX_REQUESTS} requests; see --requests and --duration"
-        raise InvalidWorkload("workload", rule, len(workload.requests))
+    _check_number(len(workload.requests))
     return workload
-
-
-def mean_rate_rps(workload: Workload) -> float:
-    """Mean arrivals a second between the first and the last.
-
-    Raises:
-        InvalidWorkload: they are all at one time, so there is no rate.
-    """
-    span_s = workload.requests[-1].arrival_s
-    if span_s <= 0:
-        raise InvalidWorkload("rate", "needs a workload that lasts", workload.name)
-    return len(workload.requests) / span_s
 
 
 def parse_classes(text: str) -> dict[str, float]:
@@ -135,6 +114,12 @@ def parse_length(text: str, field: str) -> Length:
     return lambda rng: rng.randint(low, high)
 
 
+def _check_number(num_requests: float) -> None:
+    if num_requests > MAX_REQUESTS:
+        rule = f"must hold at most {MAX_REQUESTS} requests; see --requests and --duration"
+        raise InvalidWorkload("workload", rule, round(num_requests))
+
+
 def _check(wish: Wish) -> None:
     for name, value in (("rate", wish.rate_rps), ("duration", wish.duration_s)):
         if value is not None and not 0 < value < math.inf:
@@ -145,13 +130,20 @@ def _check(wish: Wish) -> None:
         raise InvalidWorkload("arrivals", f"must be one of {', '.join(ARRIVALS)}", wish.arrivals)
 
 
-def _from(source: str, wish: Wish) -> Workload:
-    if source in MIXES:
-        return synthetic(source, duration_s=wish.duration_s or 30.0, seed=wish.seed)
-    path = Path(source)
-    if not path.exists():
-        raise InvalidWorkload("workload", f"must be a file or one of {', '.join(MIXES)}", source)
-    return read_trace(path)
+def _found(source: str, wish: Wish) -> Workload:
+    """A workload by name or file, brought to the rate that is wished for, up to when it is to end."""
+    duration_s = _MIX_DURATION_S if wish.duration_s is None and source in MIXES else wish.duration_s
+    workload = workload_from(source, seed=wish.seed)
+    if wish.rate_rps is not None:
+        factor = wish.rate_rps / workload.mean_rate_rps
+        if duration_s is not None and not is_trace(source):  # as much more of it as the rate will use up
+            workload = workload_from(source, seed=wish.seed, duration_s=duration_s * factor)
+        workload = workload.scaled(factor)
+    elif duration_s is not None:
+        workload = workload_from(source, seed=wish.seed, duration_s=duration_s)
+    if duration_s is None:
+        return workload
+    return Workload(workload.name, tuple(r for r in workload.requests if r.arrival_s < duration_s))
 
 
 def _made_up(wish: Wish) -> Workload:
@@ -159,7 +151,8 @@ def _made_up(wish: Wish) -> Workload:
     rate_rps, duration_s = wish.rate_rps or 1.0, wish.duration_s
     if duration_s is None:
         duration_s = wish.num_requests / rate_rps * 2 if wish.num_requests else 30.0
-    most = MAX_REQUESTS + 1 if wish.num_requests is None else min(wish.num_requests, MAX_REQUESTS + 1)
+    most = wish.num_requests or math.inf
+    _check_number(min(most, rate_rps * duration_s))
     shares = dict(wish.classes or {"standard": 1.0})
     levels = [level_named(name) for name in shares]
     prompt = parse_length(wish.prompt_tokens, "prompt_tokens")

@@ -43,7 +43,7 @@ class TopApp(App[VorrangError | None]):
     CSS = """
     #head { height: auto; padding: 0 1; }
     #classes { height: auto; padding: 0 1; margin: 1 0 0 0; }
-    #requests { height: 1fr; margin: 1 0 0 0; }
+    #requests { height: 1fr; margin: 1 0 0 0; scrollbar-size: 0 1; }
     ModalScreen { align: center middle; }
     .dialog { width: 64; height: auto; padding: 1 2; border: round $primary; background: $surface; }
     .dialog Horizontal { height: auto; margin: 1 0 0 0; }

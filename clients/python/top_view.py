@@ -44,10 +44,11 @@ def _figures(board: Board, *, narrow: bool) -> list[Text]:
     width = _BAR_WIDTH // 2 if narrow else _BAR_WIDTH
     style = "dim" if board.trouble else ""
     seats = Text("seats ", style, no_wrap=True)
-    _append_bar(seats, num_used / load.num_seats if load.num_seats else 0.0, width, board)
+    # All seats taken is how it should be; a full pool is not.
+    _append_bar(seats, num_used / load.num_seats if load.num_seats else 0.0, width, board, "cyan")
     seats.append(f" {num_used:>3}/{load.num_seats:<5}")
     seats.append("   KV ")
-    _append_bar(seats, load.kv_use, width, board)
+    _append_bar(seats, load.kv_use, width, board, _kv_style(load.kv_use))
     seats.append(f" {load.kv_use:4.0%}  {load.num_blocks - load.num_free_blocks}/{load.num_blocks} blocks")
     tokens = Text("out   ", style, no_wrap=True)
     tokens.append(curve_text(board.curve, width if narrow else _CURVE_WIDTH), style or "green")
@@ -62,13 +63,13 @@ def _figures(board: Board, *, narrow: bool) -> list[Text]:
     return [seats, tokens, steps]
 
 
-def _append_bar(line: Text, share: float, width: int, board: Board) -> None:
+def _append_bar(line: Text, share: float, width: int, board: Board, style: str) -> None:
     filled, empty = bar_text(share, width)
-    line.append(filled, "dim" if board.trouble else _bar_style(share))
+    line.append(filled, "dim" if board.trouble else style)
     line.append(empty, "dim")
 
 
-def _bar_style(share: float) -> str:
+def _kv_style(share: float) -> str:
     if share >= 0.95:
         return "red"
     return "yellow" if share >= 0.75 else "green"
@@ -107,7 +108,7 @@ def cells(request: LiveRequest) -> tuple[Text, ...]:
         _state(request),
         Text(request.server_request_id),
         Text(_shortened(request.request_id)),
-        Text(request.tenant),
+        Text(_shortened(request.tenant)),
         right(str(request.usage.prompt_tokens)),
         right(output_of(request)),
         right(age_of(request)),
@@ -132,5 +133,5 @@ def explanation(error: Exception) -> str:
     return str(error)
 
 
-def _shortened(text: str, length: int = 24) -> str:
+def _shortened(text: str, length: int = 18) -> str:
     return text if len(text) <= length else f"{text[: length - 1]}…"
