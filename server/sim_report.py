@@ -21,9 +21,9 @@ from engine.sim.sweep import Cell, Source, Sweep, run_sweep
 from report.page import Facts, command_line, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import RunSummary, summarise
-from server.sim_options import DEFAULT_CLASSES, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_options import EXIT_USAGE, WORKLOAD_HELP, parse_shares
 from workloads.errors import InvalidWorkload
-from workloads.sources import is_trace
+from workloads.sources import TRACE_CLASSES, is_trace
 from workloads.statistics import TARGETS, parse_target
 from workloads.traces import FORMATS
 
@@ -73,7 +73,7 @@ def report(
     try:
         figure(1, 1)  # whether plots can be drawn is asked first, not after minutes
         hardware = profile_named(profile)
-        shares = DEFAULT_CLASSES if classes is None and is_trace(workload) else {}
+        shares = TRACE_CLASSES if classes is None and is_trace(workload) else {}
         if classes is not None:
             shares = parse_shares(classes)
         source = Source(
