@@ -89,7 +89,7 @@ def bench(
         except PlotsUnavailable as error:
             raise ValueError(str(error)) from None
         targets = dict(TARGETS) | dict(map(parse_target, slo or []))
-        earlier = [found for path in others or [] for found in read_runs(path)]
+        earlier = [found for path in others or [] for found in _read(path)]
         shares = parse_classes(classes) if classes else None
         coming = _workloads(workload, rates, seeds, duration, shares)
         options = LoadOptions(
@@ -155,6 +155,13 @@ def _rates(text: str) -> list[float]:
     if rates[0] <= 0:
         raise InvalidWorkload("rates", "must be greater than 0", text)
     return rates
+
+
+def _read(path: Path) -> list[Run]:
+    try:
+        return read_runs(path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
 
 
 def _facts(runs: Sequence[Run], source: str | None) -> Facts:
