@@ -92,6 +92,8 @@ def save(drawn: "Figure", path: Path, *, dark: bool = False) -> None:
             value = read()
             if isinstance(value, str | tuple) and (colour := colours.get(to_hex(value))):
                 write(colour)
+    for text in (text for one in drawn.legends for text in one.get_texts()):
+        text.set_color(ink)
     for axes in drawn.axes:
         axes.tick_params(which="both", color=ink, labelcolor=ink, grid_color=faint)
     with rc_context({**_settings(), "savefig.facecolor": paper, "text.color": ink}):
