@@ -39,9 +39,7 @@ def steady(num_running: int, num_steps: int) -> Workload:
 def busy(num_running: int, num_steps: int) -> Workload:
     """Seats are full all the time; outputs of 150 to 250 tokens end one after the other."""
     num_requests = max(num_running, num_running * num_steps // 200)
-    return Workload(
-        "busy", tuple(Arrival(i, 0.0, 64, 150 + i * 37 % 101) for i in range(num_requests))
-    )
+    return Workload("busy", tuple(Arrival(i, 0.0, 64, 150 + i * 37 % 101) for i in range(num_requests)))
 
 
 def steps_per_s(workload: Workload, *, step_by_step: bool, rounds: int) -> float:
