@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PICTURES = ROOT / "docs/pictures"
 RENDERED = ROOT / "build/pictures"
 SEATS, KV_BLOCKS = 4, 160
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 CLASSES = "interactive=0.3,standard=0.2,batch=0.5"
 
 
@@ -50,7 +50,7 @@ class Terminal:
     """
 
     def __init__(self, arguments: tuple[str, ...], target: str, columns: int = 110, lines: int = 30) -> None:
-        self.title = " ".join(("vorrangctl", *arguments))
+        self.command = " ".join(("vorrangctl", *arguments))
         self._screen = pyte.Screen(columns, lines)
         self._stream = pyte.ByteStream(self._screen)
         ours, theirs = pty.openpty()
@@ -87,7 +87,7 @@ class Terminal:
                 self._read()
                 if shown(self.text()):
                     return
-                raise SystemExit(f"{self.title} never showed what was waited for:\n{self.text()}")
+                raise SystemExit(f"{self.command} never showed what was waited for:\n{self.text()}")
             await asyncio.sleep(0.02)
 
     def _read(self) -> bool:
@@ -98,8 +98,11 @@ class Terminal:
             pass
         return True
 
-    def save(self, name: str, title: str) -> None:
-        """Draw what is shown into docs/pictures; empty lines at the end are left out."""
+    def save(self, name: str, title: str, *, command: bool = False) -> None:
+        """Draw what is shown into docs/pictures, below the command if asked for.
+
+        Empty lines at the end are left out.
+        """
         lines = [self._line(number) for number in range(self._screen.lines)]
         while lines and not lines[-1].plain.strip():
             lines.pop()
@@ -110,6 +113,8 @@ class Terminal:
             force_terminal=True,
             color_system="truecolor",
         )
+        if command:
+            console.print(Text(f"$ {self.command}", "bold"))
         for line in lines:
             console.print(line, soft_wrap=True)
         PICTURES.mkdir(parents=True, exist_ok=True)
@@ -203,22 +208,23 @@ async def chat(target: str) -> None:
         with traffic(target, *busy, "--arrivals", "constant"):
             one.type("Tell me a story about a lighthouse.\n")
             await one.until(lambda text: "PREEMPTED" in text and "tokens" in text)
-            one.save("chat", one.title)
+            one.save("chat", one.command)
 
 
 async def load(target: str) -> None:
-    """The tables at the end of a run that the server can just about bear."""
+    """A run as it goes, and the tables at its end."""
     arguments = (
-        "load", "--rate", "0.8", "--duration", "25", "--classes", "interactive=0.3,batch=0.7",
-        "--prompt-tokens", "~80", "--output-tokens", "20-60", "--target-latency", "interactive=1/0.5",
+        "load", "--rate", "0.8", "--duration", "20", "--drain", "150",
+        "--classes", "interactive=0.3,batch=0.7", "--prompt-tokens", "~60", "--output-tokens", "8-24",
+        "--target-latency", "interactive=2/0.5",
     )  # fmt: skip
     with terminal(*arguments, target=target, columns=116, lines=40) as one:
-        await one.until(lambda text: "finished" in text and "TTFT p50" in text and "gap" in text)
-        await asyncio.sleep(8)
-        await one.until(lambda text: "interactive" in text)
-        one.save("load-live", one.title)
+        await one.until(lambda text: "TTFT p50" in text)
+        await asyncio.sleep(12)
+        await one.until(lambda text: "interactive" in text and "batch" in text)
+        one.save("load-live", "vorrangctl load", command=True)
         await one.until(lambda text: "the generator itself" in text)
-        one.save("load", one.title)
+        one.save("load", "vorrangctl load", command=True)
 
 
 async def top(target: str) -> None:
@@ -232,7 +238,7 @@ async def top(target: str) -> None:
         await asyncio.sleep(20)
         # The words stand in the headings, too.
         await one.until(lambda text: text.count("preempted") > 2 and text.count("decode") > 2)
-        one.save("top", one.title)
+        one.save("top", one.command)
         one.type("q")
 
 
@@ -256,7 +262,9 @@ def render(name: str) -> None:
 async def main(names: list[str], *, png: bool) -> None:
     """Make the pictures that are named, or all."""
     scenes = {"chat": chat, "load": load, "top": top}
-    command = serve_command("--max-running-requests", str(SEATS), "--kv-blocks", str(KV_BLOCKS))
+    command = serve_command(
+        "--max-running-requests", str(SEATS), "--kv-blocks", str(KV_BLOCKS), "--threads", "1"
+    )
     RENDERED.mkdir(parents=True, exist_ok=True)
     async with serving(command, RENDERED / "server.log", ready_timeout_s=PATIENCE_S) as server:
         for name in names or scenes:

@@ -73,7 +73,7 @@ class LoadView:
         note = f"{len(state.records)}/{state.num_total}  {self._elapsed_s():.1f} s"
         self._bar.update(self._task, total=state.num_total or 1, completed=len(state.records), note=note)
         table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-        table.add_column("lately", min_width=12)
+        table.add_column("lately, in ms", min_width=14)
         for heading in ("TTFT p50", "p99", "gap p50", "p99"):
             table.add_column(heading, justify="right", min_width=9)
         for name, recent in state.recent_ttft_s.items():
@@ -107,12 +107,12 @@ def print_summary(console: Console, summary: LoadSummary) -> None:
             f" against {summary.server}: {summary.num_due} requests due in {summary.duration_s:.1f} s, "
             f"all over after {summary.makespan_s:.1f} s{state}",
         ),
-        soft_wrap=True,
+        soft_wrap=not console.is_terminal,
     )
     console.print(_rates_table(summary))
     console.print(_latency_table(summary))
     for line in _notes(summary):
-        console.print(line, soft_wrap=True)
+        console.print(line, soft_wrap=not console.is_terminal)
 
 
 def _rows(summary: LoadSummary) -> Iterable[tuple[Text, ClassSummary]]:
