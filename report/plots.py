@@ -134,8 +134,8 @@ def throughput_against_interactivity(
         axis.plot([p[0] for p in points], [p[1] for p in points], label=name, **style.look(index))
         for speed, output, rate in points if index == 0 else ():
             style.label(axis, speed, output, f"{rate:.3g}/s")
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(left=0)
+    for scale in (axis.xaxis, axis.yaxis):  # from 0, with room for markers and labels
+        scale.set_view_interval(0, 1.08 * scale.get_data_interval()[1], ignore=True)
     axis.set_xlabel(f"output speed that the median {class_name} request sees, tokens/s")
     axis.set_ylabel("output of the device, tokens/s")
     style.legend(figure, axis)
