@@ -110,12 +110,12 @@ def plots_of(summaries: Sequence[RunSummary], targets: Mapping[str, Target] = TA
         made += [
             Plot(
                 "Latency against offered rate",
-                "Median and 99th percentile of the time to the first token.",
+                "Median and 99th percentile of the time to the first token, geometric means over the seeds.",
                 lambda: plots.latency_against_rate(summaries, targets),
             ),
             Plot(
                 "Throughput against interactivity",
-                "One point for each offered rate, the highest one labelled; up and to the right is better.",
+                "One point for each offered rate, labelled on the first line; up and to the right is better.",
                 lambda: plots.throughput_against_interactivity(summaries),
             ),
             Plot(
@@ -247,7 +247,7 @@ _PAGE = """<!doctype html>
   section {{ break-inside: avoid; }} table {{ font-size: 7pt; }}
 }}
 body {{ font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
-  max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+  max-width: 66rem; margin: 2rem auto; padding: 0 1rem; }}
 h1 {{ font-size: 1.6rem; line-height: 1.2; }} h2 {{ font-size: 1.15rem; margin: 2.2rem 0 .2rem; }}
 p {{ margin: .2rem 0 .6rem; }} figure {{ margin: 0; overflow-x: auto; }}
 svg {{ width: 100%; height: auto; min-width: 34rem; }}
@@ -255,9 +255,9 @@ svg text {{ font-family: system-ui, sans-serif !important; }}
 dl {{ display: grid; grid-template-columns: max-content 1fr; gap: .15rem 1rem; margin: 1rem 0; }}
 dt {{ font-weight: 600; }} dd {{ margin: 0; }}
 pre {{ background: var(--soft); padding: .7rem .9rem; border-radius: 6px; white-space: pre-wrap; }}
-.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 13px;
+.wide {{ overflow-x: auto; }} table {{ border-collapse: collapse; font-size: 12px;
   font-variant-numeric: tabular-nums; width: 100%; }}
-th, td {{ text-align: right; padding: .18rem .5rem; white-space: nowrap; }}
+th, td {{ text-align: right; padding: .16rem .38rem; white-space: nowrap; }}
 th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) {{ text-align: left; }}
 thead th {{ border-bottom: 2px solid var(--ink); }} tr.first td {{ border-top: 1px solid var(--faint); }}
 </style></head><body>

@@ -56,7 +56,7 @@ def latency_cdfs(
         limit = {"ttft": target.ttft_s, "tpot": target.tpot_s, "e2e": math.inf}[quantity]
         if math.isfinite(limit):
             style.reference(column, limit * _SCALES[quantity], "target")
-        column.set_xscale("log")
+        style.logarithmic(column.xaxis)
         column.set_title(class_name)
         column.set_xlabel(_QUANTITY_NAMES[quantity])
     axes[0][0].set_ylim(0, 1.005)
@@ -99,11 +99,11 @@ def latency_against_rate(
     for column, class_name in enumerate(classes):
         for row, share in enumerate(("p50", "p99")):
             axis = axes[row][column]
-            _lines(axis, summaries, _ttft(class_name, share), math.inf, with_band=True)
+            _lines(axis, summaries, _ttft(class_name, share), math.inf, in_logarithms=True)
             limit = targets.get(class_name, Target()).ttft_s
             if math.isfinite(limit):
                 style.reference(axis, limit, "target", vertical=False)
-            axis.set_yscale("log")
+            style.logarithmic(axis.yaxis)
             axis.set_title(f"{class_name}: TTFT {share}, s")
         axes[1][column].set_xlabel("offered, requests/s")
     style.legend(figure, axes[0][0])
@@ -132,13 +132,10 @@ def throughput_against_interactivity(
         if not points:
             continue
         axis.plot([p[0] for p in points], [p[1] for p in points], label=name, **style.look(index))
-        speed, output, rate = points[-1]
-        axis.annotate(
-            f"{rate:.3g}/s", (speed, output), textcoords="offset points", xytext=(6, -3), fontsize=8,
-            color=style.COLOURS[index % len(style.COLOURS)],
-        )  # fmt: skip
-    axis.set_ylim(bottom=0)
-    axis.set_xlim(left=0)
+        for speed, output, rate in points if index == 0 else ():
+            style.label(axis, speed, output, f"{rate:.3g}/s")
+    for scale in (axis.xaxis, axis.yaxis):  # from 0, with room for markers and labels
+        scale.set_view_interval(0, 1.08 * scale.get_data_interval()[1], ignore=True)
     axis.set_xlabel(f"output speed that the median {class_name} request sees, tokens/s")
     axis.set_ylabel("output of the device, tokens/s")
     style.legend(figure, axis)
@@ -200,7 +197,7 @@ def side_by_side(
                     _span(axis, [_SCALES[quantity] * v for v in curve], index)
             if math.isfinite(limit):
                 style.reference(axis, limit * _SCALES[quantity], "target")
-            axis.set_xscale("log")
+            style.logarithmic(axis.xaxis)
             axis.set_title(f"{class_name}: {_QUANTITY_NAMES[quantity]}", fontsize=9.5)
             axis.set_yticks(range(len(names)), names)
             axis.set_ylim(len(names) - 0.5, -0.5)
@@ -224,20 +221,20 @@ def _lines(
     value: Callable[[RunSummary], float | None],
     most: float,
     *,
-    with_band: bool = True,
+    in_logarithms: bool = False,
 ) -> None:
     """A line for each configuration over the rates, with its band."""
     for index, name in enumerate(names_of(summaries)):
         rates, bands = [], []
         for rate in rates_of(summaries):
             values = [v for s in at(summaries, name, rate) if (v := value(s)) is not None]
-            found = band(values, most=most)
+            found = band(values, most=most, in_logarithms=in_logarithms)
             if found is not None:
                 rates.append(rate)
                 bands.append(found)
         look = style.look(index)
         axis.plot(rates, [b.mean for b in bands], label=name, **look)
-        if with_band and any(b.high > b.low for b in bands):
+        if any(b.high > b.low for b in bands):
             lows, highs = [b.low for b in bands], [b.high for b in bands]
             axis.fill_between(rates, lows, highs, color=look["color"], alpha=0.18, linewidth=0)
 

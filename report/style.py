@@ -6,6 +6,7 @@ page's own style sheet replaces, so that one drawing suits light, dark and print
 
 import io
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -75,18 +76,40 @@ def svg(drawn: "Figure", name: str) -> str:
     return re.sub(r'(<svg[^>]*?) height="[^"]*"|(<svg[^>]*?) width="[^"]*"', r"\1\2", text, count=1)
 
 
-def save(drawn: "Figure", path: Any, *, dark: bool = False) -> None:
-    """Write a figure to a file of its own, PNG or SVG, on white or on black."""
+def save(drawn: "Figure", path: Path, *, dark: bool = False) -> None:
+    """Write a figure to a file of its own, PNG or SVG by its name, on white or on near black."""
     from matplotlib import rc_context
+    from matplotlib.colors import to_hex
 
     ink, faint, paper = ("#e8e8e8", "#4a4a4a", "#16181c") if dark else ("#222222", "#d9d9d9", "#ffffff")
+    colours = {_INK: ink, _FAINT: faint}
+    drawn.draw_without_rendering()  # ticks are made when they are first needed
     for artist in drawn.findobj():
         for kind in ("color", "edgecolor", "facecolor"):
-            setter, getter = getattr(artist, f"set_{kind}", None), getattr(artist, f"get_{kind}", None)
-            if setter and getter and isinstance(value := getter(), str) and value in (_INK, _FAINT):
-                setter(ink if value == _INK else faint)
-    with rc_context(_settings()):
+            read, write = getattr(artist, f"get_{kind}", None), getattr(artist, f"set_{kind}", None)
+            if read is None or write is None:
+                continue
+            value = read()
+            if isinstance(value, str | tuple) and (colour := colours.get(to_hex(value))):
+                write(colour)
+    for text in (text for one in drawn.legends for text in one.get_texts()):
+        text.set_color(ink)
+    for axes in drawn.axes:
+        axes.tick_params(which="both", color=ink, labelcolor=ink, grid_color=faint)
+    with rc_context({**_settings(), "savefig.facecolor": paper, "text.color": ink}):
         drawn.savefig(path, dpi=150, facecolor=paper)
+
+
+def logarithmic(axis: Any) -> None:
+    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, with plain numbers at 1, 2 and 5."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    low, high = axis.get_view_interval()
+    is_narrow = low > 0 and high / low < 150
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_narrow else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def legend(drawn: "Figure", axes: "Axes") -> None:
@@ -102,6 +125,11 @@ def faint() -> str:
     return _FAINT
 
 
+def label(axes: "Axes", x: float, y: float, text: str) -> None:
+    """A few words beside a point."""
+    axes.annotate(text, (x, y), textcoords="offset points", xytext=(7, 5), fontsize=8, color=_INK)
+
+
 def look(index: int) -> dict[str, Any]:
     """Colour, dash and marker of the line with that number."""
     return {
@@ -109,7 +137,7 @@ def look(index: int) -> dict[str, Any]:
         "linestyle": DASHES[index % len(DASHES)],
         "marker": MARKERS[index % len(MARKERS)],
         "markersize": 5,
-        "linewidth": 1.8,
+        "linewidth": max(1.3, 3.0 - 0.45 * index),  # so that equal lines are all seen
     }
 
 

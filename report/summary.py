@@ -157,10 +157,23 @@ class Band:
     high: float
 
 
-def band(values: Sequence[float], *, least: float = 0.0, most: float = math.inf) -> Band | None:
-    """Mean and interval, cut to what is possible; None without values."""
+def band(
+    values: Sequence[float], *, least: float = 0.0, most: float = math.inf, in_logarithms: bool = False
+) -> Band | None:
+    """Mean and interval, cut to what is possible; None without values.
+
+    Args:
+        values: one for each seed.
+        least: no value can be below.
+        most: no value can be above.
+        in_logarithms: of the logarithms, as suits what spans magnitudes; the mean is geometric.
+    """
     if not values:
         return None
+    if in_logarithms and min(values) > 0:
+        found = band([math.log(value) for value in values], least=-math.inf)
+        assert found is not None
+        return Band(math.exp(found.mean), math.exp(found.low), math.exp(found.high))
     mean = math.fsum(values) / len(values)
     if len(values) == 1:
         return Band(mean, mean, mean)

@@ -34,11 +34,11 @@ from engine.sim.metrics import Report, report
 from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
 from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
-from server.sim_options import DEFAULT_CLASSES, EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_options import EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
 from server.sim_report import report as report_command
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
-from workloads.sources import is_trace, workload_from
+from workloads.sources import TRACE_CLASSES, is_trace, workload_from
 from workloads.statistics import TARGETS, parse_target
 from workloads.traces import FORMATS
 
@@ -188,7 +188,7 @@ def _workload(
     console: Console,
 ) -> Workload:
     arrivals = workload_from(source, seed=seed, duration_s=duration_s, trace_format=trace_format)
-    shares = DEFAULT_CLASSES if classes is None and is_trace(source) else {}
+    shares = TRACE_CLASSES if classes is None and is_trace(source) else {}
     if classes is not None:
         shares = parse_shares(classes)
     if max_prompt_tokens is not None:

@@ -13,8 +13,6 @@ WORKLOAD_HELP = (
     f"A workload file (.toml), a trace, a ready workload ({', '.join(ready_workloads())}) "
     f"or a mix ({', '.join(MIXES)})."
 )
-#: Shares of a trace's requests, which has no classes of its own.
-DEFAULT_CLASSES: Mapping[str, float] = {"interactive": 0.2, "batch": 0.8}
 
 
 def parse_shares(text: str) -> Mapping[str, float]:

@@ -1,7 +1,6 @@
 """``vorrang sim report``: policies against each other over rates and seeds, as one HTML file."""
 
 import functools
-import os
 import platform
 import sys
 import time
@@ -14,16 +13,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.errors import InvalidRequest
+from engine.errors import VorrangError
 from engine.sim.configurations import Value, parse_assignment, parse_configuration
 from engine.sim.profiles import PROFILES, profile_named
-from engine.sim.sweep import Cell, Source, Sweep, run_sweep
+from engine.sim.sweep import Cell, Source, Sweep, num_cores, run_sweep
 from report.page import Facts, command_line, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import RunSummary, summarise
-from server.sim_options import DEFAULT_CLASSES, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_options import EXIT_USAGE, WORKLOAD_HELP, parse_shares
 from workloads.errors import InvalidWorkload
-from workloads.sources import is_trace
+from workloads.sources import TRACE_CLASSES, is_trace
 from workloads.statistics import TARGETS, parse_target
 from workloads.traces import FORMATS
 
@@ -73,7 +72,7 @@ def report(
     try:
         figure(1, 1)  # whether plots can be drawn is asked first, not after minutes
         hardware = profile_named(profile)
-        shares = DEFAULT_CLASSES if classes is None and is_trace(workload) else {}
+        shares = TRACE_CLASSES if classes is None and is_trace(workload) else {}
         if classes is not None:
             shares = parse_shares(classes)
         source = Source(
@@ -88,7 +87,6 @@ def report(
         reduce = functools.partial(summarise, targets=targets)
         summaries = _swept(console, sweep, reduce, processes)
         wall_s = time.monotonic() - begin
-        num_cores = len(os.sched_getaffinity(0))
         facts = Facts(
             title=f"{made.name}: {len(cells) // (len(offered) * seeds)} policies in virtual time",
             workload=_described(source, made.name, len(made.requests)),
@@ -98,12 +96,13 @@ def report(
             versions=_versions(),
             notes=(
                 f"Simulated in virtual time: the real scheduler over a model of what a step costs "
-                f"({hardware.source}). {len(cells)} runs took {wall_s:.0f} s on {num_cores} cores. "
+                f"({hardware.source}). {len(cells)} runs took {wall_s:.0f} s "
+                f"with {processes or num_cores()} processes. "
                 "docs/SIMULATOR.md says how well the model agrees with measured runs.",
             ),
         )
         write_report(output, facts, summaries, targets)
-    except (InvalidRequest, InvalidWorkload, PlotsUnavailable, OSError) as error:
+    except (VorrangError, InvalidWorkload, PlotsUnavailable, OSError) as error:
         Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(EXIT_USAGE) from None
     console.print(f"{len(cells)} runs in {wall_s:.1f} s; written: {output}", highlight=False)

@@ -1,5 +1,6 @@
 """Finds a workload by what somebody wrote: a ready one, a mix, a workload file or a trace."""
 
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 
@@ -9,6 +10,8 @@ from workloads.files import read_workload
 from workloads.mixes import MIXES, synthetic
 from workloads.traces import read_trace
 
+#: Shares of a trace's requests, which has no classes of its own.
+TRACE_CLASSES: Mapping[str, float] = {"interactive": 0.2, "batch": 0.8}
 #: Seconds of arrivals of a mix, unless said otherwise.
 MIX_DURATION_S = 600.0
 

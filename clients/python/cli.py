@@ -9,6 +9,7 @@ from rich.console import Console
 
 from clients.python import admin
 from clients.python.auth import hash_token
+from clients.python.bench_cli import bench
 from clients.python.chat import Conversation, converse
 from clients.python.client import VorrangClient
 from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
@@ -31,6 +32,7 @@ main.add_typer(auth_app, name="auth")
 main.add_typer(admin.app)
 main.command()(top)
 main.command()(load)
+main.command()(bench)
 
 PriorityName = Annotated[
     str | None,

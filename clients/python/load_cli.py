@@ -103,19 +103,19 @@ def load(
             num_sessions=sessions,
             max_in_flight=max_in_flight,
             drain_s=drain,
-            tokens=_tokens(tenant_token or []),
+            tokens=tokens_of(tenant_token or []),
             model=model,
             sample_s=sample,
             control=control or "",
         )
         for file in (json_file, records):
-            _check_writable(file)
+            check_writable(file)
     # Where the figures go to standard output, tables must not.
     console = _console(to_stderr=json_file == Path("-"))
     unknown = tenants_without_token(workload, options.tokens)
     if unknown:
         console.print(f"[yellow]{len(unknown)} tenants have no --tenant-token; they share one identity[/]")
-    done, interrupted = run(_load(target, workload, options, seed, console))
+    done, interrupted = run(watched_load(target, workload, options, seed, console))
     summary = summarise(done, targets=targets, interrupted=interrupted)
     with expected_failures():
         _write(json_file, records, summary, done)
@@ -127,7 +127,7 @@ def load(
         raise typer.Exit(EXIT_FAILED)
 
 
-async def _load(
+async def watched_load(
     target: str, workload: Workload, options: LoadOptions, seed: int, console: Console
 ) -> tuple[Run, bool]:
     """The run, and whether it was interrupted."""
@@ -183,7 +183,7 @@ def _write(json_file: Path | None, records: Path | None, summary: LoadSummary, d
             json_file.write_text(text, encoding="utf-8")
 
 
-def _check_writable(file: Path | None) -> None:
+def check_writable(file: Path | None) -> None:
     """Find out before the run, not after it."""
     if file is None or file == Path("-"):
         return
@@ -193,7 +193,7 @@ def _check_writable(file: Path | None) -> None:
         raise ValueError(f"{file} can't be written: {error.strerror}") from None
 
 
-def _tokens(texts: list[str]) -> dict[str, str]:
+def tokens_of(texts: list[str]) -> dict[str, str]:
     """Tokens by tenant, out of the environment: command lines are seen by everybody."""
     tokens = {}
     for text in texts:

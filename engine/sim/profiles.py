@@ -166,6 +166,13 @@ _TABLE = (
 PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _TABLE}
 
 
+def fixed_step(step_s: float, num_blocks: int) -> HardwareProfile:
+    """A device on which every step takes the same time, such as the scripted runner's."""
+    return HardwareProfile(
+        "fixed", f"every step takes {step_s * 1e3:g} ms", step_s * 1e3, 0.0, 0.0, 0.0, num_blocks, "made up"
+    )
+
+
 def profile_named(name: str) -> HardwareProfile:
     """The profile of that name.
 

@@ -7,12 +7,15 @@ run, since a whole one is too large to hand from process to process.
 import gc
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeVar
 
+from engine.errors import VorrangError
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import SchedulerConfig
 from engine.sim.profiles import HardwareProfile
@@ -26,6 +29,10 @@ T = TypeVar("T")
 
 #: Samples of the scheduler's state in a run, about.
 _NUM_SAMPLES = 300
+
+
+class SweepFailed(VorrangError):
+    """Not all runs of a sweep could be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,25 +141,38 @@ def run_sweep(
         num_processes: at a time; None: one for each core this process may use.
 
     Raises:
-        InvalidWorkload: the workload can't be made; before anything is simulated.
+        InvalidWorkload: the workload can't be made, or brought to a rate.
+        SweepFailed: a process died.
     """
     for seed in {cell.seed for cell in sweep.cells}:
         sweep.source.make(seed)
-    num_processes = num_processes or len(os.sched_getaffinity(0))
-    num_processes = min(num_processes, len(sweep.cells))
+    num_processes = min(num_processes or num_cores(), len(sweep.cells))
     if num_processes <= 1:
         for cell in sweep.cells:
             yield cell, reduce(run_cell(sweep, cell))
         return
     # Spawned: a fork of a process that has threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_die_of_interrupts) as pool:
         waiting = {pool.submit(_work, sweep, cell, reduce): cell for cell in sweep.cells}
         try:
             for done in as_completed(waiting):
                 yield waiting[done], done.result()
+        except BrokenProcessPool:
+            raise SweepFailed("a process that simulated died; perhaps there was too little memory") from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _die_of_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; those that only work need not tell of it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _work(sweep: Sweep, cell: Cell, reduce: Callable[[Run], T]) -> T:

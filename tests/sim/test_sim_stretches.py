@@ -33,7 +33,7 @@ def crowded(num_requests, scale, seed=3):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_is_the_same_to_the_last_bit(name):
-    one_by_one, at_once = both(crowded(25, 2.0), name, num_blocks=200)
+    one_by_one, at_once = both(crowded(25, 2.0), name, num_blocks=200, check_integrity=True)
     assert one_by_one == at_once
     assert one_by_one.num_steps > 200
 

@@ -1,3 +1,4 @@
+import pickle
 import tomllib
 from collections import Counter
 
@@ -142,6 +143,11 @@ WRONG = [
 def test_a_mistake_is_named_by_field_rule_and_value(text, says):
     with pytest.raises(InvalidWorkload, match=says):
         make(text)
+
+
+def test_a_mistake_may_be_found_in_another_process():
+    error = pickle.loads(pickle.dumps(InvalidWorkload("rate", "must be greater than 0", -1)))
+    assert (str(error), error.value) == ("rate must be greater than 0, got -1", -1)
 
 
 def test_a_file_that_is_no_toml_is_refused(tmp_path):
