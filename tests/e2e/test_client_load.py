@@ -161,9 +161,10 @@ def tenants_of(app: App) -> set[str]:
 
 async def test_the_command_writes_figures_and_records(tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
-    async with running_server({"kv.num_blocks": 2048, "scheduler.max_context_tokens": 4096}) as app:
+    async with running_server() as app:
         process = await start(
-            *("interactive-and-batch", "--target", app.address, "--rate", "100", "--requests", "12"),
+            *("--target", app.address, "--rate", "100", "--requests", "12", "--output-tokens", "2-5"),
+            *("--classes", "interactive=1,batch=1"),
             *("--json", "-", "--records", str(records), "--target-latency", "batch=5/1"),
         )
         out, err = await process.communicate()
@@ -171,11 +172,11 @@ async def test_the_command_writes_figures_and_records(tmp_path: Path) -> None:
     assert (process.returncode, figures["errors"]) == (0, {}), err.decode()
     assert figures["total"]["num_served"] == figures["num_due"] == 12
     assert figures["total"]["ttft_s"]["p99"] > 0
-    assert figures["command"].startswith("vorrangctl load interactive-and-batch")
+    assert figures["command"].startswith("vorrangctl load --target")
     (run,) = read_runs(records)
     assert len(run.records) == 12
     assert all(len(r.token_times_s) == r.request.num_output_tokens for r in run.records)
-    assert {r.request.label for r in run.records} <= {"chat", "summaries"}
+    assert {r.request.level for r in run.records} == {-10, 10}
 
 
 async def test_interrupting_it_ends_cleanly_with_what_was_measured() -> None:

@@ -39,7 +39,7 @@ SAYS = {
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     folder = tmp_path_factory.mktemp("docs")
     config = folder / "slow.toml"
-    config.write_text("[engine]\nscripted_step_s = 0.005\n[scheduler]\nmax_context_tokens = 4096\n")
+    config.write_text("[engine]\nscripted_step_s = 0.002\n[scheduler]\nmax_context_tokens = 4096\n")
     with server_process("--config", str(config), "--kv-blocks", "2048", log=folder / "log") as process:
         yield process
 
