@@ -20,7 +20,7 @@ from clients.python.load_workload import Wish, workload_of
 from tests.support.process import ServerProcess, server_process
 from workloads.arrivals import Workload
 from workloads.records import RequestRecord, Run
-from workloads.statistics import percentile, ttft_s
+from workloads.statistics import e2e_s, percentile, tpot_s, ttft_s
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
@@ -90,43 +90,65 @@ async def truth_of(run: Run, log: Path) -> list[RequestRecord]:
         await asyncio.sleep(0.05)
 
 
-def difference(run: Run, truth: list[RequestRecord], *, all_figures: bool) -> dict[str, float]:
+def difference(run: Run, truth: list[RequestRecord]) -> dict[str, float]:
     """What is reported less what is true, in seconds."""
     late_s = [
         seen - made
         for record, real in zip(run.records, truth, strict=True)
         for seen, made in zip(record.token_times_s, real.token_times_s, strict=True)
     ]
-    assert min(late_s) > 0, "seen before it was made"
     off_s = {"a token": statistics.median(late_s)}
     reported, real = summarise(run), summarise(Run("truth", end_s=run.end_s, records=truth))
-    pairs = [(reported.total, real.total)]
-    if all_figures:
-        pairs += zip(reported.classes, real.classes, strict=True)
+    pairs = zip((reported.total, *reported.classes), (real.total, *real.classes), strict=True)
     for one, other in pairs:
         for kind in ("ttft_s", "gap_s", "tpot_s", "e2e_s"):
-            for figure in ("p50", "p90", "p99", "mean") if all_figures else ("p50",):
+            for figure in ("p50", "p90", "p99", "mean"):
                 values = (getattr(getattr(summary, kind), figure) for summary in (one, other))
                 off_s[f"{one.name} {kind} {figure}"] = next(values) - next(values)
     return off_s
 
 
-@pytest.mark.parametrize(
-    "all_figures",
-    [False, pytest.param(True, marks=pytest.mark.deep)],  # a p99 within 2 ms needs a quiet machine
-)
-async def test_latencies_are_those_of_the_runners_own_clock(
-    server: ServerProcess, log: Path, all_figures: bool
-) -> None:
+async def known_rate(server: ServerProcess, log: Path, seed: int) -> tuple[Run, list[RequestRecord]]:
+    """A run at a known rate, and the truth of it."""
+    options = {"output_tokens": "3-6", "classes": {"interactive": 0.5, "batch": 0.5}}
+    run = await run_load(server.address, mixed(24, 20.0, seed=seed, **options))
+    assert [record.error for record in run.records] == [None] * 24
+    return run, await truth_of(run, log)
+
+
+async def test_latencies_are_those_of_the_runners_own_clock(server: ServerProcess, log: Path) -> None:
+    """For the quickest quarter of some run, so that it holds beside busy neighbours; more of it is tested deeply.
+
+    Between runner and reader lies the way of a token through the server, which takes about a
+    millisecond, and longer whenever another process has the core: that only ever adds. A
+    generator that counts wrongly would be wrong for the quickest as well.
+    """
+    best_s: dict[str, float] = {}
+    for seed in range(10):
+        off_s: dict[str, list[float]] = defaultdict(list)
+        run, truth = await known_rate(server, log, seed)
+        for record, real in zip(run.records, truth, strict=True):
+            for kind, value_of in (("ttft", ttft_s), ("tpot", tpot_s), ("e2e", e2e_s)):
+                seen, made = value_of(record), value_of(real)
+                assert seen is not None
+                assert made is not None
+                off_s[kind].append(abs(seen - made))
+            late = (s - m for s, m in zip(record.token_times_s, real.token_times_s, strict=True))
+            off_s["token"] += late
+        assert min(off_s["token"]) > 0, "seen before it was made"
+        for kind, values in off_s.items():
+            best_s[kind] = min(percentile(sorted(values), 0.25), best_s.get(kind, 1.0))
+        if max(best_s.values()) <= NEAR_S:
+            return
+    raise AssertionError({kind: f"{1000 * off:.2f} ms" for kind, off in best_s.items()})
+
+
+@pytest.mark.deep  # a p99 within 2 ms needs a quiet machine
+async def test_every_figure_is_that_of_the_runners_own_clock(server: ServerProcess, log: Path) -> None:
     best_s: dict[str, float] = {}
     for seed in range(20):
-        # Another process may take the core away, which only ever adds to what is reported: of
-        # several runs the nearest tells what the generator itself makes of the truth.
-        options = {"output_tokens": "3-6", "classes": {"interactive": 0.5, "batch": 0.5}}
-        run = await run_load(server.address, mixed(24, 20.0, seed=seed, **options))
-        assert [record.error for record in run.records] == [None] * 24
-        off_s = difference(run, await truth_of(run, log), all_figures=all_figures)
-        assert len(off_s) == 1 + (3 * 4 * 4 if all_figures else 4)
+        off_s = difference(*await known_rate(server, log, seed))
+        assert len(off_s) == 1 + 3 * 4 * 4
         best_s = {name: min(abs(off), best_s.get(name, abs(off))) for name, off in off_s.items()}
         if max(best_s.values()) <= NEAR_S:
             return
