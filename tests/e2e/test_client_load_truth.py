@@ -117,7 +117,7 @@ async def known_rate(server: ServerProcess, log: Path, seed: int) -> tuple[Run, 
 
 
 async def test_latencies_are_those_of_the_runners_own_clock(server: ServerProcess, log: Path) -> None:
-    """For the quickest quarter of some run, so that it holds beside busy neighbours; more of it is tested deeply.
+    """For the quickest quarter of some run, so that it holds beside busy neighbours.
 
     Between runner and reader lies the way of a token through the server, which takes about a
     millisecond, and longer whenever another process has the core: that only ever adds. A
