@@ -1,15 +1,9 @@
-"""``vorrangctl``: the command line of the client.
+"""``vorrangctl``: the command line of the client. Exit codes: see ``command``."""
 
-Exit codes: 0 success, 1 the request, the server or the demo failed, 2 wrong
-usage or a refused field, 130 Ctrl-C.
-"""
-
-import asyncio
 import getpass
 import json
-import os
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,22 +11,20 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from clients.python import admin
 from clients.python.auth import hash_token
+from clients.python.bench_cli import bench
 from clients.python.chat import Conversation, converse
 from clients.python.client import VorrangClient
+from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
 from clients.python.demo import DemoOptions, run_demo
-from clients.python.demo_server import ServerDied
-from clients.python.errors import InvalidRequest, VorrangError
 from clients.python.events import Delta, QueueUpdate, Result
 from clients.python.explain import print_explanation
+from clients.python.load_cli import load
 from clients.python.progress import Progress
 from clients.python.request import RequestOptions
+from clients.python.top import top
 from clients.python.watch import write_trace
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
 
 main = typer.Typer(
     name="vorrangctl",
@@ -44,11 +36,11 @@ main = typer.Typer(
 
 auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
 main.add_typer(auth_app, name="auth")
+main.add_typer(admin.app)
+main.command()(top)
+main.command()(load)
+main.command()(bench)
 
-Target = Annotated[
-    str, typer.Option("--target", envvar="VORRANG_TARGET", help="Address of the server, as HOST:PORT.")
-]
-DEFAULT_TARGET = "127.0.0.1:50051"
 PriorityName = Annotated[
     str | None,
     typer.Option("--priority", help="interactive, standard, batch or a level -100..100 (low = urgent)."),
@@ -150,7 +142,7 @@ def generate(
         turns = [{"role": "system", "content": system}] if system else []
         options["messages"] = [*turns, {"role": "user", "content": prompt}]
     plain = None if "messages" in options else prompt
-    _run(_generate(target, plain, options, timeout, verbose=verbose, as_json=as_json))
+    run(_generate(target, plain, options, timeout, verbose=verbose, as_json=as_json))
 
 
 async def _generate(
@@ -238,7 +230,7 @@ def chat(
     conversation = Conversation(
         system=system, priority=priority, max_tokens=max_tokens, temperature=temperature
     )
-    with _expected_failures():
+    with expected_failures():
         converse(target, conversation)
 
 
@@ -275,7 +267,7 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
-    held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
+    held = run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
 
 
@@ -287,7 +279,7 @@ def explain(
 ) -> None:
     """Tell where the time of a request went: what it waited for, who overtook it, what that cost."""
     console = Console() if sys.stdout.isatty() else Console(width=110)
-    _run(print_explanation(target, request_id, as_json=as_json, console=console))
+    run(print_explanation(target, request_id, as_json=as_json, console=console))
 
 
 @main.command()
@@ -301,53 +293,15 @@ def trace(
     target: Target = DEFAULT_TARGET,
 ) -> None:
     """Watch a server for a while and write a timeline: who sat where, who waited, who gave way to whom."""
-    print(_run(write_trace(target, seconds, output, image, every_step=every_step)))  # noqa: T201
+    print(run(write_trace(target, seconds, output, image, every_step=every_step)))  # noqa: T201
 
 
 @auth_app.command("hash-token")
 def auth_hash_token() -> None:
     """Read a bearer token from standard input, or ask for it, and print its hash for a server's settings."""
     token = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.read()
-    with _expected_failures():
+    with expected_failures():
         print(hash_token(token.rstrip("\r\n")))  # noqa: T201
-
-
-class _expected_failures:  # noqa: N801  # Reads as a statement where it is used.
-    """Turns failures a user must expect into one line and an exit code."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        match error:
-            case InvalidRequest():
-                details = [f"{v.field}: {v.description}" for v in error.violations]
-                _exit("; ".join(details) or str(error), EXIT_USAGE, error)
-            case VorrangError() | ServerDied():
-                _exit(str(error), EXIT_FAILED, error)
-            case TimeoutError():
-                _exit("took too long", EXIT_FAILED, error)
-            case ValueError():
-                _exit(str(error), EXIT_USAGE, error)
-            case BrokenPipeError():
-                # Whoever read the output has gone; keep the interpreter from trying again at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                raise typer.Exit(EXIT_FAILED) from error
-            case KeyboardInterrupt():
-                _exit("interrupted", EXIT_INTERRUPTED, error)
-            case asyncio.CancelledError():
-                _exit("terminated", EXIT_TERMINATED, error)
-
-
-def _exit(message: str, code: int, error: BaseException) -> None:
-    sys.stderr.write(f"vorrangctl: {message}\n")
-    raise typer.Exit(code) from error
-
-
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run ``work`` to its end; Ctrl-C cancels it, which cancels its requests on the server."""
-    with _expected_failures():
-        return asyncio.run(work)
 
 
 if __name__ == "__main__":
