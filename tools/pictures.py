@@ -1,7 +1,7 @@
 """Make the pictures of ``vorrangctl chat``, ``load`` and ``top`` in docs/pictures from real runs.
 
-Each command runs in a pseudo-terminal against a real server with the default model,
-under a real load, and what its terminal shows at a telling moment is drawn as SVG.
+Each command runs in a pseudo-terminal against a real server, with the default model for
+``chat`` and ``top``, under a real load, and what its terminal shows at a telling moment is drawn as SVG.
 With ``--png`` each is also rendered by a headless Chromium into build/pictures, to be looked at.
 
 Usage: ``python tools/pictures.py [chat] [load] [top] [--png]``
@@ -88,6 +88,13 @@ class Terminal:
                 if shown(self.text()):
                     return
                 raise SystemExit(f"{self.command} never showed what was waited for:\n{self.text()}")
+            await asyncio.sleep(0.02)
+
+    async def look(self, time_s: float) -> None:
+        """Let time pass. A terminal that nobody reads would hold up the command."""
+        end = time.monotonic() + time_s
+        while time.monotonic() < end:
+            self._read()
             await asyncio.sleep(0.02)
 
     def _read(self) -> bool:
@@ -190,37 +197,27 @@ def traffic(target: str, *arguments: str) -> Iterator[None]:
 
 async def chat(target: str) -> None:
     """An answer of low priority, at the moment when it has been preempted."""
-    arguments = ("chat", "--priority", "batch", "--max-tokens", "90", "--temperature", "0")
+    arguments = ("chat", "--priority", "batch", "--max-tokens", "160", "--temperature", "0")
+    urgent = ("--classes", "interactive", "--rate", "2", "--arrivals", "constant", "--output-tokens", "30-60")
     with terminal(*arguments, target=target, columns=100, lines=24) as one:
-        await one.until(lambda text: "[batch] >" in text or "> " in text)
+        await one.until(lambda text: "> " in text)
         one.type("Name three colours.\n")
         await one.until(lambda text: text.count("> ") >= 2)
-        busy = (
-            "--rate",
-            "1.5",
-            "--classes",
-            "interactive",
-            "--prompt-tokens",
-            "60-200",
-            "--output-tokens",
-            "30-60",
-        )
-        with traffic(target, *busy, "--arrivals", "constant"):
-            one.type("Tell me a story about a lighthouse.\n")
-            await one.until(lambda text: "PREEMPTED" in text and "tokens" in text)
+        one.type("Tell me a story about a lighthouse.\n")
+        with traffic(target, *urgent):
+            await one.until(lambda text: "PREEMPTED" in text)
             one.save("chat", one.command)
 
 
 async def load(target: str) -> None:
     """A run as it goes, and the tables at its end."""
     arguments = (
-        "load", "--rate", "0.8", "--duration", "20", "--drain", "150",
-        "--classes", "interactive=0.3,batch=0.7", "--prompt-tokens", "~60", "--output-tokens", "8-24",
-        "--target-latency", "interactive=2/0.5",
+        "load", "--rate", "3.5", "--duration", "20", "--classes", "interactive=0.3,batch=0.7",
+        "--output-tokens", "~24", "--target-latency", "interactive=0.2/0.05",
     )  # fmt: skip
     with terminal(*arguments, target=target, columns=116, lines=40) as one:
         await one.until(lambda text: "TTFT p50" in text)
-        await asyncio.sleep(12)
+        await one.look(12)
         await one.until(lambda text: "interactive" in text and "batch" in text)
         one.save("load-live", "vorrangctl load", command=True)
         await one.until(lambda text: "the generator itself" in text)
@@ -235,7 +232,7 @@ async def top(target: str) -> None:
         terminal("top", target=target, columns=112, lines=26) as one,
     ):
         await one.until(lambda text: "live" in text)
-        await asyncio.sleep(20)
+        await one.look(20)
         # The words stand in the headings, too.
         await one.until(lambda text: text.count("preempted") > 2 and text.count("decode") > 2)
         one.save("top", one.command)
@@ -259,26 +256,33 @@ def render(name: str) -> None:
     print(f"rendered {out.relative_to(ROOT)}")
 
 
+#: How each picture is made, and the server's model. The load is pictured with a model whose steps take
+#: as long everywhere, so that the picture does not depend on the machine.
+SCENES = {
+    "chat": (chat, ("--threads", "1")),
+    "load": (load, ("--model", "scripted", "--config", str(ROOT / "tools/pictures.toml"))),
+    "top": (top, ("--threads", "1")),
+}
+
+
 async def main(names: list[str], *, png: bool) -> None:
     """Make the pictures that are named, or all."""
-    scenes = {"chat": chat, "load": load, "top": top}
-    command = serve_command(
-        "--max-running-requests", str(SEATS), "--kv-blocks", str(KV_BLOCKS), "--threads", "1"
-    )
     RENDERED.mkdir(parents=True, exist_ok=True)
-    async with serving(command, RENDERED / "server.log", ready_timeout_s=PATIENCE_S) as server:
-        for name in names or scenes:
-            await scenes[name](server.target)
-            print(f"made docs/pictures/{name}.svg")
+    for name in names or SCENES:
+        scene, model = SCENES[name]
+        command = serve_command("--max-running-requests", str(SEATS), "--kv-blocks", str(KV_BLOCKS), *model)
+        async with serving(command, RENDERED / "server.log", ready_timeout_s=PATIENCE_S) as server:
+            await scene(server.target)
+        print(f"made docs/pictures/{name}.svg")
     if png:
         for path in sorted(PICTURES.glob("*.svg")):
-            if path.stem.split("-")[0] in (names or scenes):
+            if path.stem.split("-")[0] in (names or SCENES):
                 render(path.stem)
 
 
 if __name__ == "__main__":
     given = sys.argv[1:]
-    unknown = set(given) - {"chat", "load", "top", "--png"}
+    unknown = set(given) - {*SCENES, "--png"}
     if unknown:
         sys.exit(__doc__)
     asyncio.run(main([name for name in given if name != "--png"], png="--png" in given))

@@ -24,7 +24,7 @@ from clients.python.load_lanes import Lane, LaneClient
 from clients.python.load_sampling import sample_load, watch_lag
 from clients.python.load_state import LoadState
 from clients.python.session import Session
-from clients.python.stream import RequestStream
+from clients.python.stream import EventStream
 from workloads.arrivals import Arrival, Workload
 from workloads.records import RequestRecord, Run
 
@@ -236,7 +236,7 @@ class _Generator:
             lane.num_alive -= 1
             self._state.num_in_flight -= 1
 
-    async def _read(self, stream: RequestStream, record: RequestRecord) -> None:
+    async def _read(self, stream: EventStream, record: RequestRecord) -> None:
         async for event in stream:
             now_s = time.monotonic() - self._started_s
             match event:

@@ -56,10 +56,11 @@ class Lane:
         """The session.
 
         Raises:
-            VorrangError: there is none at the moment, and this is why.
+            ConnectionLost: there is none at the moment; says why.
         """
         if self._session is None:
-            raise type(self._error)(self._error.message, code=self._error.code, reason=self._error.reason)
+            message = f"no session is open: {self._error.message}"
+            raise ConnectionLost(message, code=self._error.code, reason=self._error.reason)
         return self._session
 
     async def __aenter__(self) -> Self:

@@ -22,7 +22,7 @@ def top(
 
 
 async def _top(target: str, interval_s: float) -> None:
-    # Textual takes a third of a second to import, which no other command should pay.
+    # Textual takes almost half a second to import, which no other command should pay.
     from clients.python.top_app import TopApp
 
     async with ControlClient.from_environment(target) as client:
