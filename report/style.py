@@ -102,7 +102,7 @@ def save(drawn: "Figure", path: Path, *, dark: bool = False) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, with plain numbers, more of them where it is short."""
+    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, labelled with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
