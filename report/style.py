@@ -5,6 +5,7 @@ page's own style sheet replaces, so that one drawing suits light, dark and print
 """
 
 import io
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -101,13 +102,14 @@ def save(drawn: "Figure", path: Path, *, dark: bool = False) -> None:
 
 
 def logarithmic(axis: Any) -> None:
-    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, with plain numbers at 1, 2 and 5."""
+    """Make an axis (``axes.xaxis``, ``axes.yaxis``) logarithmic, labelled with plain numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axis.axes.set(**{f"{axis.axis_name}scale": "log"})
     low, high = axis.get_view_interval()
-    is_narrow = low > 0 and high / low < 150
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_narrow else (1.0,)))
+    span = high / low if low > 0 else math.inf
+    subs = (1.0,) if span >= 150 else (1.0, 2.0, 5.0) if span >= 8 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axis.set_major_locator(LogLocator(subs=subs))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 

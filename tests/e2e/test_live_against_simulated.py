@@ -27,7 +27,7 @@ from workloads.files import parse_workload
 STEP_S, NUM_BLOCKS, SEATS, CHUNK_TOKENS, CONTEXT_TOKENS = 0.02, 2048, 32, 48, 2048
 NEAR, ATTEMPTS = 0.05, 3
 #: A machine that keeps time: how long a step of ``STEP_S`` takes, and how late the generator is, at most.
-FIT_STEP_S, FIT_LAG_S = 0.0245, 0.005
+FIT_STEP_S, FIT_LAG_S = 0.023, 0.003
 WORKLOAD = {
     "name": "live against simulated",
     "duration_s": 3.0,

@@ -26,14 +26,14 @@ def both(workload, name, num_blocks, *, check_integrity=False):
     ]
 
 
-def crowded(num_requests, scale, seed=3):
-    workload = synthetic("saturated", duration_s=60, seed=seed, max_tokens=1500).scaled(scale)
+def crowded(num_requests, scale, seed=3, max_tokens=1500):
+    workload = synthetic("saturated", duration_s=60, seed=seed, max_tokens=max_tokens).scaled(scale)
     return workload.limited(num_requests).with_tenants(3, seed=1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_figure_is_the_same_to_the_last_bit(name):
-    one_by_one, at_once = both(crowded(25, 2.0), name, num_blocks=200, check_integrity=True)
+    one_by_one, at_once = both(crowded(20, 4.0, max_tokens=400), name, num_blocks=80)
     assert one_by_one == at_once
     assert one_by_one.num_steps > 200
 
