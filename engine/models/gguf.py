@@ -12,9 +12,7 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +21,12 @@ from numpy.typing import NDArray
 
 from engine.models.errors import CacheUnusable, InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from engine.models.gguf_tokenizer import write_tokenizer
+from engine.models.progress import progress
 
 #: Part of the cache key; raise it whenever the content of a converted folder changes.
 FORMAT_VERSION = 1
 
 _HEADER_BYTES = 2**20
-_PROGRESS_AFTER_S = 2.0
 
 Float32Array = NDArray[np.float32]
 
@@ -197,7 +195,7 @@ def _write_weights(tensors: dict[str, Any], config: dict[str, Any], path: Path) 
         header[hf_name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-(len(encoded) + 8) % 64)  # the data starts at a cache line
-    with path.open("wb") as file, _progress(end) as advance:
+    with path.open("wb") as file, progress("Converting model", end) as advance:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name, _, shape, heads in plan:
@@ -261,31 +259,3 @@ def _flush(file: IO[Any]) -> None:
     """To the disk, so that a folder that was renamed into place has its content after a crash too."""
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for a conversion that takes long; silent while it is quick."""
-    begun = time.monotonic()
-    done = 0
-    bar: Any = None
-    task: Any = None
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done, bar, task
-        done += num_bytes
-        if bar is None and time.monotonic() - begun > _PROGRESS_AFTER_S:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            bar = Progress(console=Console(file=sys.stderr))
-            bar.start()
-            task = bar.add_task("Converting model", total=total_bytes)
-        if bar is not None:
-            bar.update(task, completed=done)
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.stop()

@@ -20,7 +20,7 @@ from engine.models.errors import ModelNotFound, UnsupportedModel
 from engine.runner.base import ModelInfo
 
 if TYPE_CHECKING:
-    from engine.models.loader import Auto
+    from engine.models.checkpoint import Auto
     from engine.models.tokenizer import HfTokenizer
     from engine.runner.device_runner import DeviceModel
     from engine.runner.torch_runner import TorchModel

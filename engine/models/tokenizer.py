@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from engine.errors import InvalidRequest
-from engine.models.config import read_json
 from engine.models.errors import InvalidCheckpoint
+from engine.models.values import read_json
 from engine.text import ChatMessage, StreamDecoder
 
 #: Prompt tokens a stream decoder sees, so that the first piece of output is spelt as a continuation.

@@ -332,7 +332,7 @@ def test_a_cache_that_cannot_be_written_is_a_typed_error(path, tmp_path):
 
 
 def test_progress_shows_itself_on_stderr_only_when_it_takes_long(path, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(conversion, "_PROGRESS_AFTER_S", -1.0)
+    monkeypatch.setattr("engine.models.progress._AFTER_S", -1.0)
 
     conversion.converted_folder(path, tmp_path)
 
