@@ -137,9 +137,10 @@ def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     for begin in range(0, num_outputs, PACK_ROWS):
         rows = weight[begin : begin + PACK_ROWS]
         if scales is None:
-            elements = rounded(rows, weight_type).contiguous()
+            elements = rounded(rows, weight_type)
         else:
             elements, scales[begin : begin + len(rows)] = quantised(rows)
+        elements = elements.contiguous()
         to = data.data_ptr() + begin // PANEL_OUTPUTS * panel_bytes
         _pack(code, to, elements.data_ptr(), len(rows), num_inputs)
     return PackedWeight(data, scales, num_outputs, num_inputs, weight_type)

@@ -6,6 +6,7 @@ implementation runs; it knows nothing of requests, sampling or scheduling.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -51,6 +52,25 @@ def _matrices(layer: LayerWeights) -> Iterator[PackedWeight]:
         for expert in layer.experts.experts:
             yield expert.gate_up.weight
             yield expert.down.weight
+
+
+class StepDecoder(Protocol):
+    """What a runner asks of a decoder, whoever computes it."""
+
+    @property
+    def peers(self) -> Peers:
+        """The other ranks."""
+        ...
+
+    def forward(
+        self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+    ) -> Tensor:
+        """See ``Decoder.forward``."""
+        ...
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """See ``Decoder.logits``."""
+        ...
 
 
 class Decoder:

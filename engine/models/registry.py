@@ -17,11 +17,13 @@ import structlog
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.families import FAMILIES
 from engine.runner.base import ModelInfo
 
 if TYPE_CHECKING:
     from engine.models.checkpoint import Auto
     from engine.models.tokenizer import HfTokenizer
+    from engine.models.transformers_decoder import TransformersConfig
     from engine.runner.device_runner import DeviceModel
     from engine.runner.torch_runner import TorchModel
     from kernels.ops import WeightType
@@ -201,7 +203,7 @@ def load_model(
         PoolAllocationError: the KV pool does not fit.
     """
     name, folder = find_model(model, cache_dir=cache_dir)
-    config = DecoderConfig.from_folder(folder)
+    config = _config(folder)
     context_tokens = config.max_positions if max_context is None else min(max_context, config.max_positions)
     info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
@@ -217,9 +219,14 @@ def load_model(
         log.warning("kernels.slow", kernels=chosen, reason=reason)
     found = device_for(device, chosen)
     if found == "cpu" and tensor_parallel == 1:
+        if batch_invariant and not isinstance(config, DecoderConfig):
+            raise ops.NotBatchInvariant("transformers' modules and")
         step_model, weight_type = _on_cpu(
             info, folder, config, weights, num_threads, kv_bytes, num_blocks, block_size
         )
+    elif not isinstance(config, DecoderConfig):
+        where = "on a card" if found != "cpu" else "for several ranks"
+        raise UnsupportedModel(f"architecture {where}", " or ".join(FAMILIES), config.architecture)
     else:
         from engine.runner import tensor_parallel as parallel
         from engine.runner.rank import RankOptions
@@ -246,10 +253,25 @@ def load_model(
     return LoadedStepModel(step_model.info, step_model, folder, kernels_chosen)
 
 
+def _config(folder: Path) -> "DecoderConfig | TransformersConfig":
+    """Of our decoder, or of transformers' own modules where ours can't compute the model."""
+    try:
+        return DecoderConfig.from_folder(folder)
+    except UnsupportedModel as ours:
+        from engine.models.transformers_decoder import TransformersConfig
+
+        try:
+            found = TransformersConfig.from_folder(folder)
+        except UnsupportedModel:
+            raise ours from None
+        log.info("model.through_transformers", architecture=found.architecture, reason=str(ours))
+        return found
+
+
 def _on_cpu(
     info: ModelInfo,
     folder: Path,
-    config: DecoderConfig,
+    config: "DecoderConfig | TransformersConfig",
     weights: "WeightType | Auto",
     num_threads: int | None,
     kv_bytes: int | None,
@@ -259,19 +281,23 @@ def _on_cpu(
     """The whole model in this process, and how its matrices are kept."""
     import torch
 
-    from engine.models.decoder import Decoder
+    from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
+    from engine.models.transformers_decoder import TransformersDecoder
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
-    decoder = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
+    decoder: StepDecoder
+    if isinstance(config, DecoderConfig):
+        decoder = own = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
+        modules, weight_type = "own decoder", str(own.weights.layers[0].qkv.weight.weight_type)
+    else:
+        decoder = other = TransformersDecoder(folder, config, weights, info.context_tokens)
+        modules, weight_type, config = "transformers' modules", other.weight_type, other.config
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    weight_type: str = decoder.weights.layers[0].qkv.weight.weight_type
-    info = dataclasses.replace(
-        info,
-        computed_by=f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}",
-    )
+    kernels = f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}"
+    info = dataclasses.replace(info, computed_by=f"{modules}, {kernels}")
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
     if num_blocks is None:
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)

@@ -77,6 +77,15 @@ def test_a_weight_that_is_a_window_of_a_larger_one_is_packed_as_it_stands():
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+def test_a_transposed_weight_is_packed_as_its_copy_would_be(weight_type):
+    weight = _random(21, 37)
+
+    packed, wanted = (cpu.pack_linear(w, weight_type) for w in (weight.t(), weight.t().contiguous()))
+
+    assert torch.equal(packed.data, wanted.data)
+
+
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
 def test_embed_picks_the_rows_of_a_packed_weight(weight_type):
     table = _random(53, 23)
     ids = torch.tensor([52, 0, 16, 15, 52])
