@@ -367,11 +367,6 @@ def test_shards_must_be_there_and_inside_the_folder(tmp_path):
         _weights(tmp_path)
 
 
-def test_a_hub_id_says_that_hub_loading_comes_later():
-    with pytest.raises(UnsupportedModel, match=r"hub comes later.*'HuggingFaceTB/SmolLM2-135M'"):
-        find_model("HuggingFaceTB/SmolLM2-135M")
-
-
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere.gguf"])
 def test_a_path_to_nothing_is_not_found(model):
     with pytest.raises(ModelNotFound, match="nowhere"):
