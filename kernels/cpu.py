@@ -59,8 +59,8 @@ __all__ = [
 PAGE_TOKENS = 16
 PANEL_OUTPUTS = 16
 HEAD_DIM_MAX = 512
-#: Rows of a weight that are converted at a time; bounds the memory that packing needs beside its result.
-PACK_ROWS = 256 * PANEL_OUTPUTS
+#: Elements of a weight that are converted at a time; bounds the memory that packing needs beside its result.
+PACK_ELEMENTS = 2**20
 
 _TYPES: dict[WeightType, int] = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}  # as in cpu.cpp
 
@@ -126,7 +126,7 @@ def kv_cache_shapes(
 
 
 def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
-    """Panels of 16 rows, the last one filled up with zeros; a few thousand rows at a time."""
+    """Panels of 16 rows, the last one filled up with zeros; some of them at a time."""
     if weight_type not in _TYPES:
         raise UnsupportedWeightType("cpu", tuple(_TYPES), weight_type)
     num_outputs, num_inputs = weight.shape
@@ -134,8 +134,9 @@ def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     panel_bytes = _panel_bytes(code, num_inputs)
     data = torch.empty(-(-num_outputs // PANEL_OUTPUTS) * panel_bytes, dtype=torch.uint8)
     scales = torch.empty(num_outputs) if weight_type == "int8" else None
-    for begin in range(0, num_outputs, PACK_ROWS):
-        rows = weight[begin : begin + PACK_ROWS]
+    step = max(1, PACK_ELEMENTS // num_inputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
+    for begin in range(0, num_outputs, step):
+        rows = weight[begin : begin + step]
         if scales is None:
             elements = rounded(rows, weight_type)
         else:

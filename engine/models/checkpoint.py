@@ -175,11 +175,17 @@ class TensorSource:
             weights = [weight.float() for weight in weights]
         if weight_type == "auto":
             weight_type = _AUTO_TYPES.get(weights[0].dtype, "fp32")
-        packed = ops.pack_linear(_join(weights).to(self._device), weight_type)
-        for name, tensor in whole.items():
-            self._files[name].release(name)
-            self.advance(tensor.nbytes)
+        joined = _join(weights)
+        if joined.data_ptr() != weights[0].data_ptr():  # a copy, which stands in for the file from here on
+            self._release(whole)
+        packed = ops.pack_linear(joined.to(self._device), weight_type)
+        self._release(whole)
+        self.advance(sum(tensor.nbytes for tensor in whole.values()))
         return packed
+
+    def _release(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._files[name].release(name)
 
     def ignore(self, name: str) -> None:
         """Do not mind ``name``."""

@@ -65,9 +65,7 @@ def test_a_gguf_file_is_one_of_a_repository(hub):
 
 
 def test_what_the_hub_does_not_have_is_not_found(hub):
-    with pytest.raises(
-        ModelNotFound, match="there is no model somebody/else on the hub"
-    ):
+    with pytest.raises(ModelNotFound, match="there is no model somebody/else on the hub"):
         find_model("somebody/else")
     with pytest.raises(ModelNotFound, match=f"there is no hub model {REPOSITORY} at revision nope"):
         find_model(REPOSITORY, revision="nope")

@@ -1,0 +1,75 @@
+"""What loading needs beside the weights, by the books of the kernel, in a process of its own."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+CHILD = """
+import sys
+from pathlib import Path
+from engine.models.config import DecoderConfig
+from engine.models.loader import load_weights
+from kernels import ops
+ops.set_num_threads(1)
+folder, weight_type = Path(sys.argv[1]), sys.argv[2]
+config = DecoderConfig.from_folder(folder)
+def memory(name):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+before = memory("VmRSS")
+weights = load_weights(folder, config, weight_type)
+print(memory("VmHWM") - before, weights.num_bytes)
+"""
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def checkpoint(request, tmp_path_factory):
+    """About 120 MB of weights in float32, half of it in bfloat16."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    vocab, hidden, wide = (CONFIG[name] for name in ("vocab_size", "hidden_size", "intermediate_size"))
+    shapes = {
+        "self_attn.q_proj": (hidden, hidden),
+        "self_attn.k_proj": (hidden // 2, hidden),
+        "self_attn.v_proj": (hidden // 2, hidden),
+        "self_attn.o_proj": (hidden, hidden),
+        "mlp.gate_proj": (wide, hidden),
+        "mlp.up_proj": (wide, hidden),
+        "mlp.down_proj": (hidden, wide),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    whole = {"model.embed_tokens": (vocab, hidden), "lm_head": (vocab, hidden), "model.norm": (hidden,)}
+    for layer in range(CONFIG["num_hidden_layers"]):
+        whole |= {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+    save_file(
+        {f"{name}.weight": torch.rand(shape).to(request.param) for name, shape in whole.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def test_loading_needs_little_more_than_the_weights(checkpoint):
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD, str(checkpoint), "auto"], capture_output=True, text=True, check=True
+    )
+
+    grown, num_bytes = map(int, done.stdout.split())
+    assert num_bytes > 50e6
+    assert grown <= 1.2 * num_bytes, f"{grown / num_bytes:.2f} x the weights"
