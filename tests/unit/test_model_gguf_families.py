@@ -177,7 +177,7 @@ def _q6_k(data):
 
 
 def _q4(data, *, has_minimum):
-    """32 numbers: d, the minimum where there is one, 16 bytes of nibbles (ggml's block_q4_0 and block_q4_1)."""
+    """32 numbers: d, the minimum where there is one, 16 bytes of nibbles (ggml's block_q4_0, block_q4_1)."""
     nibbles = data[:, 4 if has_minimum else 2 :]
     quants = np.concatenate((nibbles & 15, nibbles >> 4), axis=1).astype(np.float32)
     return _halves(data, 0) * quants + _halves(data, 2) if has_minimum else _halves(data, 0) * (quants - 8)
