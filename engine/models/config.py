@@ -1,5 +1,6 @@
 """The decoder's configuration, from the ``config.json`` of a Hugging Face checkpoint. Knows no torch."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -170,6 +171,15 @@ class DecoderConfig:
             and self.names.attention_post_norm is None
             and self.names.mlp_post_norm is None
         )
+
+    def within(self, num_positions: int) -> "DecoderConfig":
+        """The same model for contexts up to this: without the windows that hide nothing of them."""
+        if self.local_rope is not None or not self.windows:  # layers with a window rotate otherwise
+            return self
+        windows = tuple(
+            None if window is None or window >= num_positions else window for window in self.windows
+        )
+        return dataclasses.replace(self, windows=windows if any(windows) else ())
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of this layer sees; None = all."""

@@ -92,7 +92,7 @@ class Decoder:
     def __init__(
         self, config: DecoderConfig, weights: DecoderWeights, num_positions: int, peers: Peers | None = None
     ) -> None:
-        self.config = config
+        self.config = config = config.within(num_positions)
         self.peers: Peers = Alone() if peers is None else peers
         self._vocabulary = self.peers.shard.part(config.vocab_size)
         self.weights = weights

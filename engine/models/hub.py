@@ -66,7 +66,6 @@ class HubModel:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
             GatedRepoError,
-            HfHubHTTPError,
             HFValidationError,
             IncompleteSnapshotError,
             LocalEntryNotFoundError,
@@ -94,5 +93,5 @@ class HubModel:
             raise ModelNotFound(f"there is no hub model {name}") from error
         except (LocalEntryNotFoundError, IncompleteSnapshotError) as error:
             raise HubUnreachable(name, offline=offline) from error
-        except (HfHubHTTPError, OSError) as error:
+        except Exception as error:  # whatever the library's transport raises
             raise HubUnreachable(name, offline=offline) from error

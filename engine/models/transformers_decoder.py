@@ -77,6 +77,8 @@ class TransformersConfig:
             known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (ValueError, KeyError, TypeError, OSError) as error:
             raise InvalidCheckpoint(f"{folder / 'config.json'} cannot be read: {error}") from error
+        if known.get_text_config() is not known:
+            raise UnsupportedModel("architecture", "one for text alone", architecture)
         return cls(
             architecture,
             known.vocab_size,

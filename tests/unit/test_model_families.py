@@ -96,7 +96,15 @@ MODELS = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+#: Their families have another entry, whose options are theirs and more.
+DEEP = {"smollm2", "mistral", "qwen2, yarn", "phi3", "phi3, window", "mixtral, window", "qwen3 moe"}
+
+
+def _marked(names, deep):
+    return [pytest.param(name, marks=[pytest.mark.deep] if name in deep else []) for name in names]
+
+
+@pytest.fixture(scope="module", params=_marked(MODELS, DEEP))
 def pair(request, tmp_path_factory):
     """A checkpoint's folder and transformers' model of it."""
     stem, options = MODELS[request.param]
@@ -198,7 +206,9 @@ def test_neighbours_and_chunks_change_no_bit(name, tmp_path):
     assert torch.equal(beside, alone[50:])
 
 
-@pytest.mark.parametrize(("weights", "error"), [("bf16", 0.02), ("int8", 0.06)])
+@pytest.mark.parametrize(
+    ("weights", "error"), [pytest.param("bf16", 0.02, marks=pytest.mark.deep), ("int8", 0.06)]
+)
 def test_rounded_weights_give_nearly_the_same(pair, weights, error):
     folder, reference = pair
     tokens = _prompt(80)
@@ -232,6 +242,17 @@ def test_short_factors_hold_while_no_more_than_the_original_context_is_served(tm
 
     assert _relative_error(logits, _wanted(reference, tokens)) <= 2e-5
     assert _relative_error(_logits(_load(tmp_path), tokens), _wanted(reference, tokens)) > 1e-3
+
+
+def test_a_window_that_hides_nothing_of_the_served_context_costs_nothing(tmp_path):
+    reference = tiny("Mistral", tmp_path, sliding_window=WINDOW)
+    tokens = _prompt(WINDOW)
+
+    within, beyond = _load(tmp_path, max_context=WINDOW), _load(tmp_path, max_context=WINDOW + 1)
+
+    assert (within.model._decoder.config.windows, beyond.model._decoder.config.windows) == ((), (WINDOW,) * 3)
+    assert within.model._decoder.config.is_plain
+    assert _relative_error(_logits(within, tokens), _wanted(reference, tokens)) <= 2e-5
 
 
 def test_dynamic_rope_is_the_default_within_the_models_own_context(tmp_path):

@@ -38,7 +38,9 @@ print(memory("VmHWM") - before, weights.num_bytes)
 """
 
 
-@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(torch.float32, marks=pytest.mark.deep), torch.bfloat16], ids=str
+)
 def checkpoint(request, tmp_path_factory):
     """About 120 MB of weights in float32, half of it in bfloat16."""
     folder = tmp_path_factory.mktemp("checkpoint")

@@ -7,7 +7,7 @@ import torch
 
 from engine.models import transformers_decoder
 from engine.models.errors import InvalidCheckpoint, UnsupportedModel
-from engine.models.registry import load
+from engine.models.registry import load, load_model
 from engine.request import RequestId
 from engine.runner.batch import build_batch
 from engine.sampling import SamplingParams
@@ -63,7 +63,13 @@ def _wanted(reference, tokens):
         return reference(torch.tensor([tokens])).logits[0]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("gpt2", "gpt neox", "stablelm"),
+        *(pytest.param(name, marks=pytest.mark.deep) for name in ("cohere", "opt", "starcoder2, window")),
+    ],
+)
 def test_logits_and_greedy_tokens_are_those_of_transformers(name, tmp_path):
     stem, options = MODELS[name]
     reference = tiny(stem, tmp_path, **options)
@@ -159,6 +165,14 @@ def test_what_no_causal_language_model_is_keeps_our_own_message(tmp_path):
 
     with pytest.raises(UnsupportedModel, match=r"architecture must be LlamaForCausalLM.*'BertModel'"):
         _load(tmp_path)
+
+
+def test_a_model_for_images_too_is_refused(tmp_path):
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    with pytest.raises(UnsupportedModel, match=r"architecture must be .*'Gemma3ForConditionalGeneration'"):
+        load_model(str(tmp_path))
 
 
 def test_a_missing_tensor_is_named(tmp_path):
