@@ -8,8 +8,10 @@ it gives with transformers' own attention, or it is refused.
 Source of the way in: transformers' AttentionInterface.
 """
 
+import ctypes
 import dataclasses
 import functools
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +32,9 @@ ATTENTION = "vorrang_paged"
 #: How far logits may be apart when the model is tried, relative to the largest.
 TRIAL_ERROR_MAX = 1e-3
 _TRIAL_TOKENS = 24
+
+_madvise = ctypes.CDLL(None).madvise
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 _AUTO_TYPES: dict[torch.dtype, WeightType] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -368,6 +373,18 @@ def _check_rope(config: Any, num_positions: int) -> None:
         raise UnsupportedModel("longrope context", f"at most the original {original} tokens", num_positions)
 
 
+def _give_back(matrix: Tensor) -> None:
+    """Give back the memory under a matrix that nobody reads any more.
+
+    transformers leaves weights in the mapped file, whose pages would stay in memory until the
+    last of them is dropped.
+    """
+    begin, end = matrix.data_ptr(), matrix.data_ptr() + matrix.nbytes
+    begin, end = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        _madvise(begin, end - begin, mmap.MADV_DONTNEED)
+
+
 def _pack(model: Any, weight_type: str) -> str:
     """Pack the linear layers one by one, and make what is left float32; how most matrices are kept."""
     from transformers.pytorch_utils import Conv1D
@@ -389,7 +406,8 @@ def _pack(model: Any, weight_type: str) -> str:
         if tied and module is head:
             model.set_input_embeddings(_PackedEmbedding(packed._packed))
         model.set_submodule(name, packed)
-        module.weight = None
+        if all(matrix.data_ptr() != other.data_ptr() for other in model.parameters()):
+            _give_back(matrix)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     return max(set(kinds), key=kinds.count) if kinds else "fp32"

@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.support.models import tiny
+
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 8192,
@@ -20,21 +22,31 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,
 }
-CHILD = """
+BEFORE = """
 import sys
 from pathlib import Path
-from engine.models.config import DecoderConfig
-from engine.models.loader import load_weights
 from kernels import ops
 ops.set_num_threads(1)
-folder, weight_type = Path(sys.argv[1]), sys.argv[2]
-config = DecoderConfig.from_folder(folder)
+folder = Path(sys.argv[1])
 def memory(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+"""
+OWN = """
+from engine.models.config import DecoderConfig
+from engine.models.loader import load_weights
+config = DecoderConfig.from_folder(folder)
 before = memory("VmRSS")
-weights = load_weights(folder, config, weight_type)
+weights = load_weights(folder, config)
 print(memory("VmHWM") - before, weights.num_bytes)
+"""
+TRANSFORMERS = """
+from transformers.models.gpt_neox import modeling_gpt_neox
+from engine.models.transformers_decoder import TransformersConfig, TransformersDecoder
+config = TransformersConfig.from_folder(folder)
+before = memory("VmRSS")
+decoder = TransformersDecoder(folder, config, "auto", 64)
+print(memory("VmHWM") - before, (folder / "model.safetensors").stat().st_size)
 """
 
 
@@ -67,11 +79,31 @@ def checkpoint(request, tmp_path_factory):
     return folder
 
 
-def test_loading_needs_little_more_than_the_weights(checkpoint):
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(checkpoint), "auto"], capture_output=True, text=True, check=True
-    )
+def _grown(folder, child):
+    """By how much the child grew at most, and the bytes of its weights."""
+    command = [sys.executable, "-c", BEFORE + child, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return map(int, done.stdout.split())
 
-    grown, num_bytes = map(int, done.stdout.split())
+
+def test_loading_needs_little_more_than_the_weights(checkpoint):
+    grown, num_bytes = _grown(checkpoint, OWN)
+
     assert num_bytes > 50e6
+    assert grown <= 1.2 * num_bytes, f"{grown / num_bytes:.2f} x the weights"
+
+
+@pytest.mark.deep
+def test_loading_through_transformers_needs_no_more(tmp_path):
+    options = {
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 12,
+    }
+    tiny("GPTNeoX", tmp_path, **options)
+
+    grown, num_bytes = _grown(tmp_path, TRANSFORMERS)
+
+    assert num_bytes > 200e6
     assert grown <= 1.2 * num_bytes, f"{grown / num_bytes:.2f} x the weights"
