@@ -437,6 +437,31 @@ template <class Activation> void activate(float* out, const float* gate_up, i64 
 }
 
 // ---------------------------------------------------------------------------------------------------------
+// Mixture of experts: which ones compute a row, the likeliest first, and their shares of the softmax
+// ---------------------------------------------------------------------------------------------------------
+
+void route_row(i64* ids, float* shares, const float* scores, i64 num_experts, i64 num_chosen, bool normalised)
+{
+    const float most = *std::max_element(scores, scores + num_experts);
+    double sum = 0;
+    for (i64 e = 0; e < num_experts; e++) sum += std::exp((double)scores[e] - most);
+    std::vector<i64> order(num_experts);
+    for (i64 e = 0; e < num_experts; e++) order[e] = e;
+    // What is no number comes last, or the order would be none.
+    auto key = [scores](i64 e) { return std::isnan(scores[e]) ? -kInfinity : scores[e]; };
+    std::partial_sort(order.begin(), order.begin() + num_chosen, order.end(),
+                      [&key](i64 a, i64 b) { return key(a) != key(b) ? key(a) > key(b) : a < b; });
+    if (normalised) {
+        sum = 0;
+        for (i64 i = 0; i < num_chosen; i++) sum += std::exp((double)scores[order[i]] - most);
+    }
+    for (i64 i = 0; i < num_chosen; i++) {
+        ids[i] = order[i];
+        shares[i] = (float)(std::exp((double)scores[order[i]] - most) / sum);
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------
 // Rotary positions and KV write: K pages [page][Hkv][D][16], V pages [page][Hkv][16][D]
 // ---------------------------------------------------------------------------------------------------------
 
@@ -755,6 +780,27 @@ void vorrang_gelu_tanh_mul(float* out, const float* gate_up, i64 num_rows, i64 n
 void vorrang_gelu_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
 {
     activate<GeluErf>(out, gate_up, num_rows, n);
+}
+
+// cap tanh(x / cap), in place
+void vorrang_softcap(float* logits, i64 num_rows, i64 n, float cap)
+{
+#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
+    for (i64 row = 0; row < num_rows; row++) {
+        float* x = logits + row * n;
+        i64 i = 0;
+        for (; i + kLanes <= n; i += kLanes) store(x + i, splat(cap) * tanh(load(x + i) / splat(cap)));
+        if (i < n) store(x + i, splat(cap) * tanh(load(x + i, n - i) / splat(cap)), n - i);
+    }
+}
+
+void vorrang_route(i64* ids, float* shares, const float* scores, i64 num_rows, i64 num_experts, i64 num_chosen,
+                   i64 normalised)
+{
+#pragma omp parallel for num_threads(num_threads) if (num_rows > 16)
+    for (i64 row = 0; row < num_rows; row++)
+        route_row(ids + row * num_chosen, shares + row * num_chosen, scores + row * num_experts, num_experts,
+                  num_chosen, normalised != 0);
 }
 
 void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, const i64* positions,

@@ -20,6 +20,7 @@ from kernels import cpu_build, sampling
 from kernels.interface import (
     AttentionInputs,
     LayerStack,
+    LayerWeights,
     LogProbs,
     PackedWeight,
     Projection,
@@ -47,17 +48,19 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
+    "softcap",
 ]
 
 PAGE_TOKENS = 16
 PANEL_OUTPUTS = 16
 HEAD_DIM_MAX = 512
-#: Rows of a weight that are converted at a time; bounds the memory that packing needs beside its result.
-PACK_ROWS = 256 * PANEL_OUTPUTS
+#: Elements of a weight that are converted at a time; bounds the memory that packing needs beside its result.
+PACK_ELEMENTS = 2**20
 
 _TYPES: dict[WeightType, int] = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}  # as in cpu.cpp
 
@@ -82,6 +85,8 @@ _add_rms_norm = _function("add_rms_norm", "pppp", "ii", "f")
 _silu_mul = _function("silu_mul", "pp", "ii")
 _gelu_mul = _function("gelu_mul", "pp", "ii")
 _gelu_tanh_mul = _function("gelu_tanh_mul", "pp", "ii")
+_softcap = _function("softcap", "p", "ii", "f")
+_route = _function("route", "ppp", "iii", "i")
 _rotary_write_kv = _function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
 _paged_attention = _function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
 _layers = _function("layers", "p", "pp", "ppppp", "iii")
@@ -121,7 +126,7 @@ def kv_cache_shapes(
 
 
 def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
-    """Panels of 16 rows, the last one filled up with zeros; a few thousand rows at a time."""
+    """Panels of 16 rows, the last one filled up with zeros; some of them at a time."""
     if weight_type not in _TYPES:
         raise UnsupportedWeightType("cpu", tuple(_TYPES), weight_type)
     num_outputs, num_inputs = weight.shape
@@ -129,12 +134,14 @@ def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     panel_bytes = _panel_bytes(code, num_inputs)
     data = torch.empty(-(-num_outputs // PANEL_OUTPUTS) * panel_bytes, dtype=torch.uint8)
     scales = torch.empty(num_outputs) if weight_type == "int8" else None
-    for begin in range(0, num_outputs, PACK_ROWS):
-        rows = weight[begin : begin + PACK_ROWS]
+    step = max(1, PACK_ELEMENTS // num_inputs // PANEL_OUTPUTS) * PANEL_OUTPUTS
+    for begin in range(0, num_outputs, step):
+        rows = weight[begin : begin + step]
         if scales is None:
-            elements = rounded(rows, weight_type).contiguous()
+            elements = rounded(rows, weight_type)
         else:
             elements, scales[begin : begin + len(rows)] = quantised(rows)
+        elements = elements.contiguous()
         to = data.data_ptr() + begin // PANEL_OUTPUTS * panel_bytes
         _pack(code, to, elements.data_ptr(), len(rows), num_inputs)
     return PackedWeight(data, scales, num_outputs, num_inputs, weight_type)
@@ -218,6 +225,26 @@ def _gated(function: Any, gate_up: Tensor) -> Tensor:
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
     function(out.data_ptr(), gate_up.data_ptr(), *out.shape)
     return out
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """In place, by the same arithmetic in every place of a row."""
+    assert _is_plain(logits)
+    _softcap(logits.data_ptr(), *logits.shape, cap)
+    return logits
+
+
+def route(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Row by row."""
+    assert _is_plain(scores)
+    num_rows, num_experts = scores.shape
+    assert 1 <= num_chosen <= num_experts
+    ids = torch.empty(num_rows, num_chosen, dtype=torch.int64)
+    shares = torch.empty(num_rows, num_chosen)
+    _route(
+        ids.data_ptr(), shares.data_ptr(), scores.data_ptr(), num_rows, num_experts, num_chosen, normalised
+    )
+    return ids, shares
 
 
 def rotary_write_kv(
@@ -326,16 +353,7 @@ class _FusedLayers:
     def __init__(self, stack: LayerStack) -> None:
         self._stack = stack
         self._caches: tuple[Tensor, ...] = ()
-        self._layers = (_Layer * len(stack.layers))(
-            *(
-                _Layer(
-                    layer.attention_norm.data_ptr(),
-                    layer.mlp_norm.data_ptr(),
-                    *map(_projection, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
-                )
-                for layer in stack.layers
-            )
-        )
+        self._layers = (_Layer * len(stack.layers))(*map(_layer, stack.layers))
         self._struct = _Stack(
             self._layers,
             stack.rope.data_ptr(),
@@ -350,13 +368,13 @@ class _FusedLayers:
             stack.scale,
         )
         self._address = ctypes.addressof(self._struct)
-        layer, q_size = stack.layers[0], stack.num_q_heads * stack.head_dim
+        first, q_size = self._layers[0], stack.num_q_heads * stack.head_dim
         self._row_floats = (
-            2 * layer.qkv.weight.num_inputs
-            + layer.qkv.weight.num_outputs
+            2 * first.qkv.num_inputs
+            + first.qkv.num_outputs
             + 2 * q_size
-            + layer.gate_up.weight.num_outputs
-            + layer.down.weight.num_inputs
+            + first.gate_up.num_outputs
+            + first.down.num_inputs
         )
         self._buffer = torch.empty(0)
 
@@ -393,6 +411,18 @@ class _FusedLayers:
         self._struct.num_blocks, self._struct.pages_per_block = keys[0].shape[:2]
         for layer, k_cache, v_cache in zip(self._layers, keys, values, strict=True):
             layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+
+
+def _layer(layer: LayerWeights) -> _Layer:
+    assert layer.attention_norm is not None, "not a plain layer"
+    assert layer.mlp_norm is not None, "not a plain layer"
+    assert layer.gate_up is not None, "not a plain layer"
+    assert layer.down is not None, "not a plain layer"
+    return _Layer(
+        layer.attention_norm.data_ptr(),
+        layer.mlp_norm.data_ptr(),
+        *map(_projection, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
+    )
 
 
 def _projection(projection: Projection) -> _Projection:

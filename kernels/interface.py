@@ -75,28 +75,60 @@ class Projection:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class MlpWeights:
+    """A gated MLP: gate and up projections fused in this order, and the one back to the residual stream."""
+
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """A mixture of experts.
+
+    Attributes:
+        router: ``[num_experts, hidden]``, scores each expert.
+        experts: one MLP each.
+        per_token: how many of them compute a token.
+        normalised: the shares of those add up to 1.
+    """
+
+    router: PackedWeight
+    experts: tuple[MlpWeights, ...]
+    per_token: int
+    normalised: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
     """Weights of one decoder layer.
 
     Attributes:
-        attention_norm: ``[hidden]``, before attention.
+        attention_norm: ``[hidden]``, before attention; None = not normed.
         qkv: query, key and value projections, fused in this order.
         attention_out: back to the residual stream.
-        mlp_norm: ``[hidden]``, before the MLP.
-        gate_up: gate and up projections, fused in this order.
-        down: back to the residual stream.
-        q_norm: ``[head_dim]``, of each query head before it is rotated; None = not normed.
-        k_norm: likewise, of each key head.
+        mlp_norm: ``[hidden]``, before the MLP; None = not normed.
+        gate_up: gate and up projections, fused in this order; None = there are ``experts``.
+        down: back to the residual stream; likewise.
+        q_norm: of queries before they are rotated, ``[head_dim]`` for each head, or ``[Hq * head_dim]`` for
+            all of them together; None = not normed.
+        k_norm: likewise, of keys.
+        attention_post_norm: ``[hidden]``, of what attention adds; None = not normed.
+        mlp_post_norm: ``[hidden]``, of what the MLP adds; None = not normed.
+        experts: in the place of the MLP.
     """
 
-    attention_norm: Tensor
+    attention_norm: Tensor | None
     qkv: Projection
     attention_out: Projection
-    mlp_norm: Tensor
-    gate_up: Projection
-    down: Projection
+    mlp_norm: Tensor | None
+    gate_up: Projection | None
+    down: Projection | None
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    attention_post_norm: Tensor | None = None
+    mlp_post_norm: Tensor | None = None
+    experts: ExpertWeights | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +155,7 @@ class LayerStack:
     """All layers of a decoder and what they share.
 
     Attributes:
-        layers: one entry a layer, none of them with a norm of its heads.
+        layers: one entry a layer, all of them plain: an attention norm and an MLP norm, one MLP, no more.
         rope: ``[max_positions, head_dim]``, see ``kernels.ops.rotary_write_kv``.
         num_q_heads: query heads.
         num_kv_heads: KV heads.
@@ -318,6 +350,14 @@ class Implementation(Protocol):
 
     def gelu_mul(self, gate_up: Tensor, *, tanh: bool) -> Tensor:
         """See ``kernels.ops.gelu_mul``."""
+        ...
+
+    def softcap(self, logits: Tensor, cap: float) -> Tensor:
+        """See ``kernels.ops.softcap``."""
+        ...
+
+    def route(self, scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+        """See ``kernels.ops.route``."""
         ...
 
     def rotary_write_kv(

@@ -16,10 +16,12 @@ from kernels import registry
 from kernels.interface import (
     AllowedIds,
     AttentionInputs,
+    ExpertWeights,
     LayerStack,
     LayerWeights,
     LogitAdjustments,
     LogProbs,
+    MlpWeights,
     NotBatchInvariant,
     PackedWeight,
     Projection,
@@ -33,10 +35,12 @@ from kernels.interface import (
 __all__ = [
     "AllowedIds",
     "AttentionInputs",
+    "ExpertWeights",
     "LayerStack",
     "LayerWeights",
     "LogProbs",
     "LogitAdjustments",
+    "MlpWeights",
     "NotBatchInvariant",
     "PackedWeight",
     "Projection",
@@ -60,10 +64,12 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
+    "softcap",
 ]
 
 
@@ -181,6 +187,31 @@ def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
     Linear Units", 2016.
     """
     return registry.active().gelu_mul(gate_up, tanh=tanh)
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """``cap * tanh(logits / cap)``, which bounds them smoothly: ``[R, vocab]`` float32, may be overwritten.
+
+    Source: Gemma 2 (2024).
+    """
+    return registry.active().softcap(logits, cap)
+
+
+def route(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Which experts compute each token, and what share of the result each of them has.
+
+    The likeliest by the softmax of the scores, equal ones by number. Source: Shazeer et al., "Outrageously
+    Large Neural Networks", 2017; without noise, the softmax before the choice.
+
+    Args:
+        scores: ``[T, num_experts]`` float32.
+        num_chosen: experts of a token, 1 to num_experts.
+        normalised: divide a token's shares by their sum.
+
+    Returns:
+        Ids ``[T, num_chosen]`` int64, the likeliest first, and shares ``[T, num_chosen]`` float32.
+    """
+    return registry.active().route(scores, num_chosen, normalised=normalised)
 
 
 def rotary_write_kv(

@@ -35,10 +35,12 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
+    "softcap",
 ]
 
 #: Up to this many rows the weight is split into one part per thread and multiplied from the left: the
@@ -132,6 +134,18 @@ def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
     """Gelu of the first half times the second."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh" if tanh else "none").mul_(up)
+
+
+def softcap(logits: Tensor, cap: float) -> Tensor:
+    """In place."""
+    return logits.div_(cap).tanh_().mul_(cap)
+
+
+def route(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """By a stable sort, so that the lower number wins where scores are equal."""
+    shares, ids = scores.float().softmax(dim=-1).sort(dim=-1, descending=True, stable=True)
+    shares, ids = shares[:, :num_chosen], ids[:, :num_chosen]
+    return ids.contiguous(), shares / shares.sum(dim=-1, keepdim=True) if normalised else shares.contiguous()
 
 
 def rotary_write_kv(

@@ -119,7 +119,15 @@ Grace = Annotated[
 ]
 Model = Annotated[
     str | None,
-    typer.Option(help="Folder or GGUF file; default: SmolLM2; `scripted`: a fake.", rich_help_panel=_MODEL),
+    typer.Option(
+        help="Folder, GGUF file or hub id; default: SmolLM2; `scripted`: a fake.", rich_help_panel=_MODEL
+    ),
+]
+Revision = Annotated[
+    str | None, typer.Option(help="Branch, tag or commit on the hub.", rich_help_panel=_MODEL)
+]
+Offline = Annotated[
+    bool | None, typer.Option("--offline", help="Do not ask the hub.", rich_help_panel=_MODEL)
 ]
 ModelName = Annotated[str | None, typer.Option(help="Name under which it is served.", rich_help_panel=_MODEL)]
 RunnerOption = Annotated[
@@ -185,6 +193,8 @@ def serve(
     metrics_listen: MetricsListen = None,
     grace_s: Grace = None,
     model: Model = None,
+    revision: Revision = None,
+    offline: Offline = None,
     model_name: ModelName = None,
     runner: RunnerOption = None,
     pipeline_depth: PipelineDepth = None,
@@ -219,6 +229,8 @@ def serve(
             "metrics.listen": metrics_listen,
             "server.grace_s": grace_s,
             "model.path": model,
+            "model.revision": revision,
+            "model.offline": offline,
             "model.name": model_name,
             "model.weights": weights and weights.value,
             "engine.runner": runner and runner.value,

@@ -81,7 +81,9 @@ def _tokenizer(settings: Settings) -> Any:
     from engine.models.registry import find_model
     from engine.models.tokenizer import HfTokenizer
 
-    return HfTokenizer(find_model(settings.model.path)[1])
+    model = settings.model
+    _, folder = find_model(model.path, revision=model.revision, offline=model.offline, tokenizer_only=True)
+    return HfTokenizer(folder)
 
 
 def _source(settings: Settings) -> ModelSource:
@@ -101,6 +103,8 @@ def _arguments(settings: Settings) -> dict[str, Any]:
     """Those of ``engine.models.registry.load``."""
     return {
         "model": settings.model.path,
+        "revision": settings.model.revision,
+        "offline": settings.model.offline,
         "num_threads": settings.engine.threads,
         "kv_bytes": settings.kv.bytes,
         "num_blocks": settings.kv.num_blocks,

@@ -124,7 +124,10 @@ class ModelSection(BaseModel):
     """Which model is served.
 
     Attributes:
-        path: folder or GGUF file; None = the default model; ``scripted`` = a fake one for tests.
+        path: folder, GGUF file, or id on the hub (``owner/name``, ``owner/name/file.gguf``); None = the
+            default model; ``scripted`` = a fake one for tests.
+        revision: branch, tag or commit on the hub; None = its default.
+        offline: serve a hub's model only as it was downloaded before.
         name: name under which it is served; None = its own.
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint.
     """
@@ -132,6 +135,8 @@ class ModelSection(BaseModel):
     model_config = _FROZEN
 
     path: str | None = None
+    revision: str | None = Field(default=None, min_length=1)
+    offline: bool = False
     name: str | None = Field(default=None, min_length=1, max_length=128)
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
 

@@ -1,43 +1,65 @@
-"""The decoder's configuration, from the ``config.json`` of a Hugging Face checkpoint."""
+"""The decoder's configuration, from the ``config.json`` of a Hugging Face checkpoint. Knows no torch."""
 
-import json
+import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from engine.models.errors import InvalidCheckpoint, UnsupportedModel
+from engine.models.families import FAMILIES, Family, QkNorm, TensorNames
+from engine.models.rope import RopeConfig
+from engine.models.values import integer, number, optional_number, read_json, token_ids
 
-QWEN3 = "Qwen3ForCausalLM"
-ARCHITECTURES = ("LlamaForCausalLM", QWEN3)
-ROPE_TYPES = ("default", "linear", "llama3")
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
 @dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary positions.
+class MoeConfig:
+    """MLPs that are mixtures of experts.
 
     Attributes:
-        theta: base of the geometric row of wave lengths.
-        kind: ``default``, ``linear`` or ``llama3``.
-        factor: by how much the context was stretched; 1 for ``default``.
-        low_freq_factor: ``llama3`` only, waves longer than original / this are stretched.
-        high_freq_factor: ``llama3`` only, waves shorter than original / this are kept.
-        original_max_positions: ``llama3`` only, context before stretching.
+        num_experts: of a layer.
+        experts_per_token: how many of them compute a token.
+        intermediate_size: width of an expert's gated activation.
+        normalised: the chosen experts' shares add up to 1.
+        dense_layers: layers with one plain MLP instead.
+
+    Raises:
+        InvalidCheckpoint: a value breaks a rule.
     """
 
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalised: bool
+    dense_layers: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.num_experts < 1 or self.intermediate_size < 1:
+            raise InvalidCheckpoint(
+                "config num_experts and the experts' intermediate size must be at least 1, "
+                f"got {self.num_experts} and {self.intermediate_size}"
+            )
+        if not 1 <= self.experts_per_token <= self.num_experts:
+            raise InvalidCheckpoint(
+                f"config num_experts_per_tok must be 1 to {self.num_experts}, got {self.experts_per_token}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """Shape and constants of a decoder of the Llama family.
+    """Shape, constants and options of a decoder. The options are independent of each other.
 
     Attributes:
         architecture: class name in the checkpoint, such as ``LlamaForCausalLM``.
@@ -51,11 +73,26 @@ class DecoderConfig:
         norm_eps: added to the mean square.
         max_positions: longest context, tokens.
         tie_embeddings: the LM head is the embedding.
-        attention_bias: the four attention projections have a bias.
+        attention_bias: query, key and value projections have a bias.
+        attention_out_bias: attention's output projection has one.
         mlp_bias: the three projections of the MLP have one.
-        qk_norm: queries and keys are normed head by head before they are rotated (Qwen3).
+        qk_norm: queries and keys are normed before they are rotated: each head (Qwen3), or
+            all heads of a token together (OLMo 2).
+        norm_offset: added to the weights of norms when they are loaded (Gemma).
+        activation: of the MLP's gate.
+        embedding_scale: multiplies embeddings.
+        residual_scale: multiplies what attention and MLP add.
+        attention_scale: multiplies attention's scores; None = ``head_dim ** -0.5``.
+        attention_softcap: bounds attention's scores smoothly (Gemma 2).
+        logit_scale: multiplies logits.
+        logit_softcap: bounds logits smoothly, after the scale.
+        windows: tokens that a query sees, itself included, one entry a layer, None = all; empty = all layers
+            see all.
         rope: rotary positions.
+        local_rope: those of layers with a window, where they have their own (Gemma 3).
+        moe: MLPs that are mixtures of experts.
         eos_token_ids: from ``config.json`` and ``generation_config.json``.
+        names: of the tensors in the checkpoint; also says which norms there are.
 
     Raises:
         InvalidCheckpoint: a value breaks a rule above.
@@ -73,29 +110,84 @@ class DecoderConfig:
     max_positions: int
     tie_embeddings: bool
     attention_bias: bool = False
+    attention_out_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
-    rope: RopeConfig = RopeConfig()
+    qk_norm: QkNorm | None = None
+    norm_offset: float = 0.0
+    activation: Activation = "silu"
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
+    windows: tuple[int | None, ...] = ()
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
+    moe: MoeConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
+    names: TensorNames = field(default_factory=TensorNames)
 
     def __post_init__(self) -> None:
-        for field in (
+        for name in (
             "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_q_heads", "num_kv_heads",
             "head_dim", "max_positions",
         ):  # fmt: skip
-            if getattr(self, field) < 1:
-                raise InvalidCheckpoint(f"config {field} must be at least 1, got {getattr(self, field)}")
+            if getattr(self, name) < 1:
+                raise InvalidCheckpoint(f"config {name} must be at least 1, got {getattr(self, name)}")
         if self.num_q_heads % self.num_kv_heads:
             raise InvalidCheckpoint(
                 f"config num_kv_heads must divide {self.num_q_heads} query heads, got {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise InvalidCheckpoint(f"config head_dim must be even, got {self.head_dim}")
+        if len(self.windows) not in (0, self.num_layers):
+            raise InvalidCheckpoint(
+                f"config layer_types must have {self.num_layers} entries, got {len(self.windows)}"
+            )
 
     @property
     def qkv_size(self) -> int:
         """Rows of the fused query, key and value projection."""
         return (self.num_q_heads + 2 * self.num_kv_heads) * self.head_dim
+
+    @property
+    def score_scale(self) -> float:
+        """What multiplies attention's scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layers are Llama's, with none of the options that only single operations know."""
+        return (
+            self.qk_norm is None
+            and self.activation == "silu"
+            and self.residual_scale == 1.0
+            and self.attention_softcap is None
+            and not any(self.windows)
+            and self.moe is None
+            and self.names.attention_norm is not None
+            and self.names.mlp_norm is not None
+            and self.names.attention_post_norm is None
+            and self.names.mlp_post_norm is None
+        )
+
+    def within(self, num_positions: int) -> "DecoderConfig":
+        """The same model for contexts up to this: without the windows that hide nothing of them."""
+        if self.local_rope is not None or not self.windows:  # layers with a window rotate otherwise
+            return self
+        windows = tuple(
+            None if window is None or window >= num_positions else window for window in self.windows
+        )
+        return dataclasses.replace(self, windows=windows if any(windows) else ())
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of this layer sees; None = all."""
+        return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether this layer's MLP is a mixture of experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers
 
     @classmethod
     def from_folder(cls, folder: Path) -> "DecoderConfig":
@@ -106,11 +198,7 @@ class DecoderConfig:
             UnsupportedModel: another architecture, activation or rope scaling.
         """
         config = read_json(folder / "config.json")
-        generation = folder / "generation_config.json"
-        eos = _token_ids(config.get("eos_token_id"))
-        if generation.is_file():
-            eos |= _token_ids(read_json(generation).get("eos_token_id"))
-        return cls.from_dict(config, eos_token_ids=eos)
+        return cls.from_dict(config, eos_token_ids=eos_token_ids(folder, config))
 
     @classmethod
     def from_dict(
@@ -122,106 +210,126 @@ class DecoderConfig:
             InvalidCheckpoint: a value is missing, of the wrong type, or breaks a rule.
             UnsupportedModel: another architecture, activation or rope scaling.
         """
-        architectures = config.get("architectures") or [config.get("model_type")]
-        if architectures[0] not in ARCHITECTURES:
-            raise UnsupportedModel("architecture", " or ".join(ARCHITECTURES), architectures[0])
-        if config.get("hidden_act", "silu") != "silu":
-            raise UnsupportedModel("hidden_act", "silu", config["hidden_act"])
+        architecture = (config.get("architectures") or [config.get("model_type")])[0]
+        if architecture not in FAMILIES:
+            raise UnsupportedModel("architecture", " or ".join(FAMILIES), architecture)
+        family = FAMILIES[architecture]
+        config = {**family.defaults, **config}
         if config.get("quantization_config"):
             raise UnsupportedModel("quantization_config", "absent", config["quantization_config"])
-        if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
-            raise UnsupportedModel("attention", "full in every layer", config.get("layer_types") or "sliding")
-        qwen3 = architectures[0] == QWEN3
-        num_q_heads = _integer(config, "num_attention_heads")
-        hidden_size = _integer(config, "hidden_size")
+        if config.get("use_bidirectional_attention"):
+            raise UnsupportedModel("use_bidirectional_attention", "false", True)
+        activation = config.get("hidden_activation") or config.get("hidden_act", "silu")
+        if activation not in _ACTIVATIONS:
+            raise UnsupportedModel("hidden_act", " or ".join(_ACTIVATIONS), activation)
+        has_bias = bool(config.get("attention_bias", False))
+        num_q_heads = integer(config, "num_attention_heads")
+        hidden_size, num_layers = integer(config, "hidden_size"), integer(config, "num_hidden_layers")
+        head_dim = integer(config, "head_dim", hidden_size // max(num_q_heads, 1))
+        rope, local_rope = _ropes(config, head_dim)
         # Transformers' own defaults where a checkpoint leaves a value out.
+        longest = max(integer(config, "max_position_embeddings", 2048), rope.stretched_max_positions)
+        root = hidden_size**0.5 if family.scales_embedding else 1.0
         return cls(
-            architecture=architectures[0],
-            vocab_size=_integer(config, "vocab_size"),
+            architecture=architecture,
+            vocab_size=integer(config, "vocab_size"),
             hidden_size=hidden_size,
-            intermediate_size=_integer(config, "intermediate_size"),
-            num_layers=_integer(config, "num_hidden_layers"),
+            intermediate_size=integer(config, "intermediate_size"),
+            num_layers=num_layers,
             num_q_heads=num_q_heads,
-            num_kv_heads=_integer(config, "num_key_value_heads", num_q_heads),
-            head_dim=_integer(config, "head_dim", 128 if qwen3 else hidden_size // max(num_q_heads, 1)),
-            norm_eps=_number(config, "rms_norm_eps", 1e-6),
-            max_positions=_integer(config, "max_position_embeddings", 2048),
+            num_kv_heads=integer(config, "num_key_value_heads", num_q_heads),
+            head_dim=head_dim,
+            norm_eps=number(config, "rms_norm_eps", 1e-6),
+            max_positions=longest,
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
-            attention_bias=bool(config.get("attention_bias", False)),
+            attention_bias=has_bias if family.qkv_bias is None else family.qkv_bias,
+            attention_out_bias=has_bias if family.out_bias is None else family.out_bias,
             mlp_bias=bool(config.get("mlp_bias", False)),
-            qk_norm=qwen3,
-            rope=_rope(config),
+            qk_norm=family.qk_norm,
+            norm_offset=family.norm_offset,
+            activation=_ACTIVATIONS[activation],
+            embedding_scale=number(config, "embedding_multiplier", root),
+            residual_scale=number(config, "residual_multiplier", 1.0),
+            attention_scale=_attention_scale(config),
+            attention_softcap=optional_number(config, "attn_logit_softcapping"),
+            logit_scale=1.0 / number(config, "logits_scaling", 1.0),
+            logit_softcap=optional_number(config, "final_logit_softcapping"),
+            windows=_windows(config, family, num_layers),
+            rope=rope,
+            local_rope=local_rope,
+            moe=_moe(config, num_layers) if family.has_experts else None,
             eos_token_ids=eos_token_ids,
+            names=family.names,
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file.
+def eos_token_ids(folder: Path, config: Mapping[str, Any]) -> frozenset[int]:
+    """Ids that end an output, from the content of ``config.json`` and from ``generation_config.json``.
 
     Raises:
-        InvalidCheckpoint: the file is missing, no JSON, or no object.
+        InvalidCheckpoint: a file is malformed.
     """
-    try:
-        content = json.loads(path.read_bytes())
-    except FileNotFoundError as error:
-        raise InvalidCheckpoint(f"{path.name} is missing in {path.parent}") from error
-    except (OSError, ValueError) as error:
-        raise InvalidCheckpoint(f"{path} cannot be read as JSON") from error
-    if not isinstance(content, dict):
-        raise InvalidCheckpoint(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
+    ids = token_ids(config.get("eos_token_id"))
+    generation = folder / "generation_config.json"
+    return ids | token_ids(read_json(generation).get("eos_token_id")) if generation.is_file() else ids
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
-    """Both spellings: ``rope_parameters`` of transformers 5, ``rope_theta`` + ``rope_scaling`` before."""
-    settings = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    theta = _number(settings, "rope_theta", _number(config, "rope_theta", 10000.0))
-    kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind not in ROPE_TYPES:
-        raise UnsupportedModel("rope type", " or ".join(ROPE_TYPES), kind)
-    partial = settings.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedModel("partial_rotary_factor", "1.0", partial)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    factor = _number(settings, "factor")
-    if kind == "linear":
-        return RopeConfig(theta=theta, kind=kind, factor=factor)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=factor,
-        low_freq_factor=_number(settings, "low_freq_factor"),
-        high_freq_factor=_number(settings, "high_freq_factor"),
-        original_max_positions=_integer(settings, "original_max_position_embeddings"),
+def _attention_scale(config: Mapping[str, Any]) -> float | None:
+    if config.get("query_pre_attn_scalar") is not None:
+        return 1.0 / math.sqrt(number(config, "query_pre_attn_scalar"))
+    return optional_number(config, "attention_multiplier")
+
+
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
+    """What each layer sees: as ``layer_types`` says, or else by the family's rule."""
+    types = config.get("layer_types")
+    if types is None:
+        has_window = [family.has_window(config, layer) for layer in range(num_layers)]
+    else:
+        if not isinstance(types, list) or set(types) - {_WINDOWED, _FULL}:
+            raise UnsupportedModel("layer_types", f"a list of {_FULL} and {_WINDOWED}", types)
+        if _WINDOWED in types and not family.may_have_windows:
+            raise UnsupportedModel("layer_types", f"{_FULL} in every layer", types)
+        has_window = [kind == _WINDOWED for kind in types]
+    if not any(has_window):
+        return ()
+    window = integer(config, "sliding_window")
+    if window < 1:
+        raise InvalidCheckpoint(f"config sliding_window must be at least 1, got {window}")
+    return tuple(window if windowed else None for windowed in has_window)
+
+
+def _ropes(config: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    """Rotary positions, and those of layers with a window.
+
+    ``rope_parameters`` of transformers 5, which may hold them by type of layer; before,
+    ``rope_theta`` with ``rope_scaling``, and ``rope_local_base_freq`` for the others.
+    """
+    theta = number(config, "rope_theta", 10000.0)
+    old = dict(config.get("rope_scaling") or {})
+    new = dict(config.get("rope_parameters") or {})
+    if not new.keys() & {_FULL, _WINDOWED}:
+        rope = RopeConfig.from_dict(old | new, config, theta=theta, head_dim=head_dim)
+        if config.get("rope_local_base_freq") is None:
+            return rope, None
+        local = {"rope_theta": config["rope_local_base_freq"]}
+        return rope, RopeConfig.from_dict(local, config, theta=theta, head_dim=head_dim)
+    full, windowed = (new.get(kind) or {} for kind in (_FULL, _WINDOWED))
+    local_theta = number(config, "rope_local_base_freq", 10000.0)
+    return (
+        RopeConfig.from_dict(old | full, config, theta=theta, head_dim=head_dim),
+        RopeConfig.from_dict(windowed, config, theta=local_theta, head_dim=head_dim),
     )
 
 
-def _integer(source: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    value = source.get(field)
-    if value is None:
-        value = default
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidCheckpoint(f"config {field} must be an integer, got {value!r}")
-    return value
-
-
-def _number(source: Mapping[str, Any], field: str, default: float | None = None) -> float:
-    value = source.get(field)
-    if value is None:
-        value = default
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or value <= 0
-    ):
-        raise InvalidCheckpoint(f"config {field} must be a positive number, got {value!r}")
-    return float(value)
-
-
-def _token_ids(value: object) -> frozenset[int]:
-    ids = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(token_id, int) and not isinstance(token_id, bool) for token_id in ids):
-        raise InvalidCheckpoint(f"config eos_token_id must be an id or a list of ids, got {value!r}")
-    return frozenset(ids)
+def _moe(config: Mapping[str, Any], num_layers: int) -> MoeConfig:
+    step, plain = integer(config, "decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
+    return MoeConfig(
+        num_experts=integer(config, "num_local_experts", config.get("num_experts")),
+        experts_per_token=integer(config, "num_experts_per_tok"),
+        intermediate_size=integer(config, "moe_intermediate_size", config.get("intermediate_size")),
+        normalised=bool(config.get("norm_topk_prob", False)),
+        dense_layers=frozenset(
+            layer for layer in range(num_layers) if layer in plain or (layer + 1) % max(step, 1)
+        ),
+    )

@@ -9,6 +9,20 @@ class ModelNotFound(ModelLoadError):
     """There is no model where one was named."""
 
 
+class HubUnreachable(ModelLoadError):
+    """A model on the hub was not downloaded before, or not all of it, and can't be now.
+
+    Args:
+        model: id, and revision where one was asked for.
+        offline: the hub was not to be asked.
+    """
+
+    def __init__(self, model: str, *, offline: bool) -> None:
+        why = "model.offline is true" if offline else "the hub does not answer"
+        super().__init__(f"hub model {model} was not downloaded whole before, and {why}")
+        self.model = model
+
+
 class UnsupportedModel(ModelLoadError):
     """The model is well-formed, but of a kind this version cannot compute.
 

@@ -12,23 +12,25 @@ import hashlib
 import json
 import os
 import shutil
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.config import DecoderConfig
 from engine.models.errors import CacheUnusable, InvalidCheckpoint, ModelNotFound, UnsupportedModel
+from engine.models.gguf_config import GgufTensor, config_of, family_of, tensors_of
 from engine.models.gguf_tokenizer import write_tokenizer
+from engine.models.progress import progress
 
 #: Part of the cache key; raise it whenever the content of a converted folder changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _HEADER_BYTES = 2**20
-_PROGRESS_AFTER_S = 2.0
+#: They scale rotary positions, and become a part of the configuration.
+_ROPE_TENSORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
 
 Float32Array = NDArray[np.float32]
 
@@ -78,138 +80,66 @@ def convert(path: Path, folder: Path) -> None:
     except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
         raise InvalidCheckpoint(f"{path} is no readable GGUF file") from error
     tensors = {tensor.name: tensor for tensor in reader.tensors}
-    config = _config(fields, tied="output.weight" not in tensors)
+    factors = {name: _dequantised(tensors.pop(name)).tolist() for name in _ROPE_TENSORS & tensors.keys()}
+    config = config_of(fields, factors, tied="output.weight" not in tensors)
     _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",
         {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]},
     )
     write_tokenizer(fields, folder, max_tokens=config["max_position_embeddings"])
-    _write_weights(tensors, config, folder / "model.safetensors")
+    decoder = DecoderConfig.from_dict(config)
+    plan = list(tensors_of(decoder, permuted=family_of(fields).permuted))
+    _write_weights(tensors, plan, decoder.norm_offset, folder / "model.safetensors")
 
 
-def _config(fields: dict[str, Any], *, tied: bool) -> dict[str, Any]:
-    """``config.json`` from the file's metadata."""
-    kind = _field(fields, "general.architecture")
-    if kind != "llama":
-        raise UnsupportedModel("GGUF general.architecture", "llama", kind)
-    if fields.get("llama.expert_count", 0):
-        raise UnsupportedModel("GGUF llama.expert_count", "0", fields["llama.expert_count"])
-    heads = _field(fields, "llama.attention.head_count")
-    hidden = _field(fields, "llama.embedding_length")
-    head_dim = fields.get("llama.attention.key_length", hidden // heads)
-    if fields.get("llama.rope.dimension_count", head_dim) != head_dim:
-        raise UnsupportedModel(
-            "GGUF llama.rope.dimension_count",
-            f"the head size {head_dim}",
-            fields["llama.rope.dimension_count"],
-        )
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": len(_field(fields, "tokenizer.ggml.tokens")),
-        "hidden_size": hidden,
-        "intermediate_size": _field(fields, "llama.feed_forward_length"),
-        "num_hidden_layers": _field(fields, "llama.block_count"),
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": _field(fields, "llama.context_length"),
-        "rms_norm_eps": _shortest(_field(fields, "llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(fields.get("llama.rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(fields),
-        "tie_word_embeddings": tied,
-        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": _field(fields, "tokenizer.ggml.eos_token_id"),
-        "torch_dtype": "float32",
-    }
-
-
-def _rope_scaling(fields: dict[str, Any]) -> dict[str, Any] | None:
-    kind = fields.get("llama.rope.scaling.type", "none")
-    if kind == "none":
-        return None
-    if kind != "linear":
-        raise UnsupportedModel("GGUF llama.rope.scaling.type", "none or linear", kind)
-    return {"rope_type": "linear", "factor": _shortest(_field(fields, "llama.rope.scaling.factor"))}
-
-
-def _field(fields: dict[str, Any], name: str) -> Any:
-    if name not in fields:
-        raise InvalidCheckpoint(f"GGUF metadata {name} is missing")
-    return fields[name]
-
-
-def _shortest(value: float) -> float:
-    """The decimal number a float32 was rounded from: 9.99999975e-06 is 1e-05."""
-    return float(str(np.float32(value)))
-
-
-def _tensor_names(config: dict[str, Any]) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
-    """GGUF name, Hugging Face name, shape, and heads to unpermute (0 = none), in the order of the file.
-
-    Query, key and value of a layer are neighbours, and so are gate and up:
-    fused, they are still one piece of the file.
-    """
-    hidden, intermediate, head_dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    q_heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    vocab = (config["vocab_size"], hidden)
-    yield "token_embd.weight", "model.embed_tokens.weight", vocab, 0
-    parts = (
-        ("attn_norm", "input_layernorm", (hidden,), 0),
-        ("attn_q", "self_attn.q_proj", (q_heads * head_dim, hidden), q_heads),
-        ("attn_k", "self_attn.k_proj", (kv_heads * head_dim, hidden), kv_heads),
-        ("attn_v", "self_attn.v_proj", (kv_heads * head_dim, hidden), 0),
-        ("attn_output", "self_attn.o_proj", (hidden, q_heads * head_dim), 0),
-        ("ffn_norm", "post_attention_layernorm", (hidden,), 0),
-        ("ffn_gate", "mlp.gate_proj", (intermediate, hidden), 0),
-        ("ffn_up", "mlp.up_proj", (intermediate, hidden), 0),
-        ("ffn_down", "mlp.down_proj", (hidden, intermediate), 0),
-    )
-    for layer in range(config["num_hidden_layers"]):
-        for ours, theirs, shape, heads in parts:
-            yield f"blk.{layer}.{ours}.weight", f"model.layers.{layer}.{theirs}.weight", shape, heads
-    yield "output_norm.weight", "model.norm.weight", (hidden,), 0
-    if not config["tie_word_embeddings"]:
-        yield "output.weight", "lm_head.weight", vocab, 0
-
-
-def _write_weights(tensors: dict[str, Any], config: dict[str, Any], path: Path) -> None:
-    """Write a safetensors file, float32, tensor by tensor.
+def _write_weights(
+    tensors: dict[str, Any], plan: Sequence[GgufTensor], norm_offset: float, path: Path
+) -> None:
+    """Write a safetensors file, float32, one tensor of the GGUF file at a time.
 
     Source of the format: the safetensors README. The library's own writer
     wants all tensors at once and chooses their order.
     """
-    plan = list(_tensor_names(config))
-    extra = tensors.keys() - {name for name, *_ in plan}
+    extra = tensors.keys() - {part.source for part in plan}
     if extra:
         raise InvalidCheckpoint(f"tensor {min(extra)} is not part of this architecture")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    parts: dict[str, list[tuple[GgufTensor, int]]] = {}
+    num_experts = 1 + max(part.expert or 0 for part in plan)
     end = 0
-    for name, hf_name, shape, _ in plan:
-        if name not in tensors:
-            raise InvalidCheckpoint(f"tensor {name} is missing")
-        found = tuple(int(size) for size in reversed(tensors[name].shape))
-        if found != shape:
-            raise InvalidCheckpoint(f"tensor {name} must have shape {list(shape)}, got {list(found)}")
-        begin, end = end, end + 4 * int(np.prod(shape))
-        header[hf_name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [begin, end]}
+    for part in plan:
+        if part.source not in tensors:
+            raise InvalidCheckpoint(f"tensor {part.source} is missing")
+        wanted = part.shape if part.expert is None else (num_experts, *part.shape)
+        found = tuple(int(size) for size in reversed(tensors[part.source].shape))
+        if found != wanted:
+            raise InvalidCheckpoint(f"tensor {part.source} must have shape {list(wanted)}, got {list(found)}")
+        begin, end = end, end + 4 * int(np.prod(part.shape))
+        parts.setdefault(part.source, []).append((part, begin))
+        header[part.name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [begin, end]}
     encoded = json.dumps(header).encode()
     encoded += b" " * (-(len(encoded) + 8) % 64)  # the data starts at a cache line
-    with path.open("wb") as file, _progress(end) as advance:
+    with path.open("wb") as file, progress("Converting model", end) as advance:
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
-        for name, _, shape, heads in plan:
-            values = _dequantised(tensors[name], shape)
-            if heads:
-                values = _unpermuted(values, heads)
-            file.write(np.ascontiguousarray(values, dtype="<f4").data)
+        start = file.tell()
+        for source, wanted_parts in parts.items():
+            values = _dequantised(tensors[source])
+            for part, begin in wanted_parts:
+                own = values if part.expert is None else values[part.expert]
+                if part.num_heads:
+                    own = _unpermuted(own, part.num_heads)
+                if part.is_norm and norm_offset:
+                    own = own - np.float32(norm_offset)
+                file.seek(start + begin)
+                file.write(np.ascontiguousarray(own, dtype="<f4").data)
             advance(values.nbytes)
         _flush(file)
 
 
-def _dequantised(tensor: Any, shape: tuple[int, ...]) -> Float32Array:
+def _dequantised(tensor: Any) -> Float32Array:
+    """Its numbers, in the shape that a Hugging Face checkpoint has them in."""
     from gguf.quants import dequantize
 
     try:
@@ -218,17 +148,17 @@ def _dequantised(tensor: Any, shape: tuple[int, ...]) -> Float32Array:
         raise UnsupportedModel(
             f"GGUF type of tensor {tensor.name}", "one that can be dequantised", tensor.tensor_type.name
         ) from error
-    return values.reshape(shape)
+    return values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
 
 
-def _unpermuted(weight: Float32Array, num_heads: int) -> Float32Array:
-    """Rows of a query or key projection, from pairs side by side to pairs half a head apart.
+def _unpermuted(rows: Float32Array, num_heads: int) -> Float32Array:
+    """Rows of a query or key projection, or its bias, from pairs side by side to pairs half a head apart.
 
     GGUF rotates rows ``2i`` and ``2i + 1`` of a head together, Hugging Face
     rows ``i`` and ``i + D/2``.
     """
-    pairs = weight.reshape(num_heads, -1, 2, weight.shape[1])
-    return pairs.swapaxes(1, 2).reshape(weight.shape)
+    pairs = rows.reshape(num_heads, -1, 2, *rows.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _key(path: Path) -> str:
@@ -261,31 +191,3 @@ def _flush(file: IO[Any]) -> None:
     """To the disk, so that a folder that was renamed into place has its content after a crash too."""
     file.flush()
     os.fsync(file.fileno())
-
-
-@contextlib.contextmanager
-def _progress(total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr for a conversion that takes long; silent while it is quick."""
-    begun = time.monotonic()
-    done = 0
-    bar: Any = None
-    task: Any = None
-
-    def advance(num_bytes: int) -> None:
-        nonlocal done, bar, task
-        done += num_bytes
-        if bar is None and time.monotonic() - begun > _PROGRESS_AFTER_S:
-            from rich.console import Console
-            from rich.progress import Progress
-
-            bar = Progress(console=Console(file=sys.stderr))
-            bar.start()
-            task = bar.add_task("Converting model", total=total_bytes)
-        if bar is not None:
-            bar.update(task, completed=done)
-
-    try:
-        yield advance
-    finally:
-        if bar is not None:
-            bar.stop()

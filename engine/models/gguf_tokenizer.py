@@ -1,8 +1,8 @@
 """The tokenizer in a GGUF file's metadata, written as Hugging Face files.
 
-GGUF names the pre-tokenizer and leaves its rules to the reader, so each is
-spelt out here. What is not listed is refused: a wrong split would give wrong
-ids without any error.
+GGUF names the pre-tokenizer and leaves its rules to the reader: a few are spelt out
+here, the others are those that transformers knows. What neither lists is refused: a
+wrong split would give wrong ids without any error.
 """
 
 import json
@@ -15,6 +15,13 @@ from engine.models.errors import InvalidCheckpoint, UnsupportedModel
 
 _CONTROL = 3
 _USER_DEFINED = 4
+
+#: What is split off, by the name of the rules, before words become bytes.
+_OWN_SPLITS: dict[str, list[pre_tokenizers.PreTokenizer]] = {
+    "gpt-2": [],
+    "default": [],
+    "smollm": [pre_tokenizers.Digits(individual_digits=True)],
+}
 
 
 def write_tokenizer(fields: dict[str, Any], folder: Path, *, max_tokens: int) -> None:
@@ -29,28 +36,17 @@ def write_tokenizer(fields: dict[str, Any], folder: Path, *, max_tokens: int) ->
         InvalidCheckpoint: the vocabulary is missing or inconsistent.
         UnsupportedModel: another kind of tokenizer or pre-tokenizer.
     """
-    kind = fields.get("tokenizer.ggml.model")
-    if kind != "gpt2":
-        raise UnsupportedModel("GGUF tokenizer.ggml.model", "gpt2 (byte-level BPE)", kind)
     tokens: list[str] = fields.get("tokenizer.ggml.tokens", [])
     types: list[int] = fields.get("tokenizer.ggml.token_type", [1] * len(tokens))
-    merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
     if not tokens or len(types) != len(tokens):
         raise InvalidCheckpoint(f"GGUF vocabulary of {len(tokens)} tokens has {len(types)} token types")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
     try:
-        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+        tokenizer = _tokenizer(fields, tokens, types)
+    except UnsupportedModel:
+        raise
     except Exception as error:  # the library raises the bare class for a merge of unknown tokens
         raise InvalidCheckpoint("GGUF merges do not fit the vocabulary") from error
-    tokenizer.pre_tokenizer = _pre_tokenizer(fields.get("tokenizer.ggml.pre", "gpt-2"))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [
-            AddedToken(token, special=kind == _CONTROL, normalized=False)
-            for token, kind in zip(tokens, types, strict=True)
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
-    )
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     named = {
         f"{name}_token": tokens[fields[key]]
         for name, key in (
@@ -61,7 +57,9 @@ def write_tokenizer(fields: dict[str, Any], folder: Path, *, max_tokens: int) ->
         )
         if fields.get(key, len(tokens)) < len(tokens)
     }
-    if fields.get("tokenizer.ggml.add_bos_token") and "bos_token" in named:
+    # llama.cpp: SentencePiece begins with it, unless the file says otherwise.
+    adds_bos = fields.get("tokenizer.ggml.add_bos_token", fields.get("tokenizer.ggml.model") == "llama")
+    if adds_bos and "bos_token" in named:
         bos = named["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, vocabulary[bos])]
@@ -80,11 +78,42 @@ def write_tokenizer(fields: dict[str, Any], folder: Path, *, max_tokens: int) ->
     )
 
 
-def _pre_tokenizer(name: str) -> pre_tokenizers.PreTokenizer:
-    """The splitting rules that GGUF knows by ``name``."""
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if name in ("gpt-2", "default"):
-        return byte_level
-    if name == "smollm":
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
-    raise UnsupportedModel("GGUF tokenizer.ggml.pre", "smollm or gpt-2", name)
+def _tokenizer(fields: dict[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """The tokenizer, without the beginning of a text."""
+    kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "gpt-2")
+    if kind == "gpt2" and pre in _OWN_SPLITS:
+        vocabulary = {token: index for index, token in enumerate(tokens)}
+        merges = [tuple(merge.split(" ", 1)) for merge in fields.get("tokenizer.ggml.merges", [])]
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+        splits = [*_OWN_SPLITS[pre], byte_level]
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits) if len(splits) > 1 else byte_level
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens(
+            [
+                AddedToken(token, special=type_ == _CONTROL, normalized=False)
+                for token, type_ in zip(tokens, types, strict=True)
+                if type_ in (_CONTROL, _USER_DEFINED)
+            ]
+        )
+        return tokenizer
+    return _tokenizer_of_transformers(fields, kind, pre)
+
+
+def _tokenizer_of_transformers(fields: dict[str, Any], kind: str | None, pre: str) -> Tokenizer:
+    """SentencePiece vocabularies, and byte-level ones whose split transformers knows by name."""
+    from transformers.integrations.gguf import gguf_tokenizer_mapping as theirs
+
+    if kind not in ("gpt2", "llama"):
+        raise UnsupportedModel("GGUF tokenizer.ggml.model", "gpt2 or llama", kind)
+    if kind == "gpt2" and pre not in theirs.GGUF_PRE_TOKENIZER_SPLITS:
+        known = " or ".join([*_OWN_SPLITS, *theirs.GGUF_PRE_TOKENIZER_SPLITS])
+        raise UnsupportedModel("GGUF tokenizer.ggml.pre", known, pre)
+    named = {
+        name: fields[f"tokenizer.{key}"]
+        for key, name in theirs.GGUF_TOKENIZER_MAPPING["tokenizer"].items()
+        if f"tokenizer.{key}" in fields
+    }
+    tokenizer: Tokenizer
+    tokenizer, _ = theirs.convert_gguf_tokenizer(fields["general.architecture"], named)
+    return tokenizer

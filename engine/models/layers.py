@@ -1,13 +1,11 @@
 """The parts of a decoder layer, on ``kernels.ops``. Which implementation runs is not known here."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from engine.models.config import DecoderConfig, RopeConfig
+from engine.models.config import Activation, DecoderConfig
 from kernels import ops
-from kernels.ops import AttentionInputs, LayerWeights
+from kernels.ops import AttentionInputs, ExpertWeights, LayerWeights, Projection
 
 
 def attention(
@@ -18,8 +16,20 @@ def attention(
     rope: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    window: int | None = None,
 ) -> Tensor:
-    """Self-attention of one layer, ``[T, hidden]`` to ``[T, hidden]``; stores the tokens' KV."""
+    """Self-attention of one layer, ``[T, hidden]`` to ``[T, hidden]``; stores the tokens' KV.
+
+    Args:
+        x: its input, normed where the model does so.
+        weights: of the layer.
+        config: shape and options; of a rank, its share.
+        inputs: where the tokens are.
+        rope: cosines and sines of the layer.
+        k_cache: the layer's keys.
+        v_cache: the layer's values.
+        window: tokens a query sees, itself included; None = all.
+    """
     qkv = ops.linear(x, weights.qkv.weight, weights.qkv.bias).view(x.shape[0], -1, config.head_dim)
     if weights.q_norm is not None and weights.k_norm is not None:
         q_end, k_end = config.num_q_heads, config.num_q_heads + config.num_kv_heads
@@ -33,49 +43,58 @@ def attention(
         inputs.block_tables,
         inputs.query_start,
         inputs.context_lens,
-        config.head_dim**-0.5,
+        config.score_scale,
+        window,
+        config.attention_softcap,
     )
     out = weights.attention_out
     return ops.linear(mixed.view(x.shape[0], -1), out.weight, out.bias)
 
 
 def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
-    """Root mean square norm of each head, in place; ``[T, H, D]``, a view of the fused projection."""
-    rows = ops.rms_norm(heads.reshape(-1, heads.shape[-1]).contiguous(), weight, eps)
+    """Root mean square norm in place: of each head, or of all of a token's, as the weight is long.
+
+    ``heads`` is ``[T, H, D]``, a view of the fused projection; ``weight`` is ``[D]`` or ``[H * D]``.
+    """
+    rows = ops.rms_norm(heads.reshape(-1, weight.shape[0]).contiguous(), weight, eps)
     heads.copy_(rows.view(heads.shape))
 
 
-def mlp(x: Tensor, weights: LayerWeights) -> Tensor:
-    """Gated MLP of one layer, ``[T, hidden]`` to ``[T, hidden]``."""
-    gate_up = ops.linear(x, weights.gate_up.weight, weights.gate_up.bias)
-    return ops.linear(ops.silu_mul(gate_up), weights.down.weight, weights.down.bias)
+def mlp(x: Tensor, weights: LayerWeights, activation: Activation = "silu") -> Tensor:
+    """Gated MLP of one layer, or its mixture of experts: ``[T, hidden]`` to ``[T, hidden]``."""
+    if weights.experts is not None:
+        return experts(x, weights.experts, activation)
+    assert weights.gate_up is not None
+    assert weights.down is not None
+    return _gated(x, weights.gate_up, weights.down, activation)
 
 
-def rope_table(rope: RopeConfig, head_dim: int, num_positions: int) -> Tensor:
-    """Cosines and sines of every position, ``[num_positions, head_dim]`` float32, cosines first."""
-    angles = torch.outer(
-        torch.arange(num_positions, dtype=torch.float32), _inverse_frequencies(rope, head_dim)
-    )
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+def _gated(x: Tensor, gate_up: Projection, down: Projection, activation: Activation) -> Tensor:
+    both = ops.linear(x, gate_up.weight, gate_up.bias)
+    if activation == "silu":
+        product = ops.silu_mul(both)
+    else:
+        product = ops.gelu_mul(both, tanh=activation == "gelu_tanh")
+    return ops.linear(product, down.weight, down.bias)
 
 
-def _inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair, ``[head_dim / 2]`` float32.
+def experts(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:
+    """Mixture of experts, ``[T, hidden]`` to ``[T, hidden]``, expert by expert over the rows that chose it.
 
-    ``linear`` divides every angle by the factor (Chen et al., "Extending Context
-    Window of Large Language Models via Position Interpolation", 2023).
-    ``llama3`` does so for waves longer than ``original / low``, leaves those
-    shorter than ``original / high``, and blends in between (Llama 3.1 model
-    card and reference code).
+    Invariant: a row's parts are added in the order of its own choice, likeliest first, so that no
+    neighbour changes its bits, as far as the products' own do not depend on them.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
-    frequencies = 1.0 / rope.theta**exponents
-    if rope.kind == "default":
-        return frequencies
-    stretched = frequencies / rope.factor
-    if rope.kind == "linear":
-        return stretched
-    turns = rope.original_max_positions * frequencies / (2 * math.pi)
-    keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    keep = keep.clamp(0.0, 1.0)
-    return frequencies * keep + stretched * (1.0 - keep)
+    ids, shares = ops.route(ops.logits(x, weights.router), weights.per_token, normalised=weights.normalised)
+    chosen = ids.flatten()
+    by_expert = chosen.argsort(stable=True)
+    counts = chosen.bincount(minlength=len(weights.experts)).tolist()
+    parts = torch.empty(chosen.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    for expert, places in zip(weights.experts, torch.split(by_expert, counts), strict=True):
+        if places.shape[0]:
+            rows = x.index_select(0, places // weights.per_token)
+            parts.index_copy_(0, places, _gated(rows, expert.gate_up, expert.down, activation))
+    parts = parts.view(x.shape[0], weights.per_token, -1).mul_(shares.to(x.dtype).unsqueeze(2))
+    out = parts[:, 0].contiguous()
+    for index in range(1, weights.per_token):
+        out += parts[:, index]
+    return out

@@ -17,11 +17,14 @@ import structlog
 
 from engine.models.config import DecoderConfig
 from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.families import FAMILIES
+from engine.models.hub import HubModel
 from engine.runner.base import ModelInfo
 
 if TYPE_CHECKING:
-    from engine.models.loader import Auto
+    from engine.models.checkpoint import Auto
     from engine.models.tokenizer import HfTokenizer
+    from engine.models.transformers_decoder import TransformersConfig
     from engine.runner.device_runner import DeviceModel
     from engine.runner.torch_runner import TorchModel
     from kernels.ops import WeightType
@@ -69,6 +72,8 @@ class LoadOptions(TypedDict, total=False):
     """Arguments of ``load_model``; it says what they mean."""
 
     cache_dir: Path | None
+    revision: str | None
+    offline: bool
     num_threads: int | None
     kv_bytes: int | None
     num_blocks: int | None
@@ -115,34 +120,60 @@ def default_cache_dir() -> Path:
     return platformdirs.user_cache_path("vorrang")
 
 
-def find_model(model: str | None, *, cache_dir: Path | None = None) -> tuple[str, Path]:
-    """Name and folder of a model; a GGUF file is converted into ``cache_dir`` first.
+def find_model(
+    model: str | None,
+    *,
+    cache_dir: Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
+    tokenizer_only: bool = False,
+) -> tuple[str, Path]:
+    """Name and folder of a model, downloaded first where it is a hub's; a GGUF file is converted.
+
+    Args:
+        model: folder, GGUF file, ``owner/name`` on the hub, ``owner/name/file.gguf`` there, or None for the
+            default model.
+        cache_dir: for converted files.
+        revision: branch, tag or commit on the hub; None = its default.
+        offline: do not ask the hub.
+        tokenizer_only: a hub's weights need not be there.
 
     Raises:
         ModelNotFound: nothing is there.
-        UnsupportedModel: a hub id, or a file of another kind.
+        HubUnreachable: the hub does not answer, and the model was not downloaded before.
+        UnsupportedModel: a file of another kind, or the revision of a local model.
         InvalidCheckpoint: a GGUF file is damaged.
         CacheUnusable: ``cache_dir`` cannot be written.
     """
     if model is None:
         return DEFAULT_MODEL_NAME, _convert(_default_model_file(), cache_dir)
     path = Path(model).expanduser()
+    hub_model = None if path.exists() else HubModel.try_parse(model)
+    if hub_model is not None:
+        path = hub_model.fetched(revision, offline=offline, tokenizer_only=tokenizer_only)
+        if hub_model.file is None:
+            return hub_model.repository.partition("/")[2], path
+    elif revision is not None:
+        raise UnsupportedModel("revision", "absent for a model that is no hub's", revision)
     if path.is_dir():
         return path.resolve().name, path
     if path.is_file():
         if path.suffix != ".gguf":
             raise UnsupportedModel("source", "a local folder or a .gguf file", model)
         return path.stem, _convert(path, cache_dir)
-    if path.is_absolute() or model.startswith((".", "~")) or path.suffix == ".gguf":
-        raise ModelNotFound(f"there is no model at {path}")
-    raise UnsupportedModel("source", "a local folder or a .gguf file (loading from a hub comes later)", model)
+    raise ModelNotFound(f"there is no model at {path}; on a hub it would be owner/name")
 
 
 def load(model: str | None, **options: Unpack[LoadOptions]) -> LoadedModel:
     """Load a model with its tokenizer and a KV pool; arguments and errors are those of ``load_model``."""
     from engine.models.tokenizer import HfTokenizer
 
-    _, folder = find_model(model, cache_dir=options.get("cache_dir"))
+    _, folder = find_model(
+        model,
+        cache_dir=options.get("cache_dir"),
+        revision=options.get("revision"),
+        offline=options.get("offline", False),
+    )
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-tokenizer") as executor:
         tokenizer = executor.submit(HfTokenizer, folder)
         loaded = load_model(model, **options)
@@ -153,6 +184,8 @@ def load_model(
     model: str | None,
     *,
     cache_dir: Path | None = None,
+    revision: str | None = None,
+    offline: bool = False,
     num_threads: int | None = None,
     kv_bytes: int | None = None,
     num_blocks: int | None = None,
@@ -173,8 +206,11 @@ def load_model(
     """Load a model with a KV pool, but without its tokenizer.
 
     Args:
-        model: a folder with safetensors, a ``.gguf`` file, or None for the default model.
+        model: a folder with safetensors, a ``.gguf`` file, an id on the hub, or None for the default
+            model; see ``find_model``.
         cache_dir: for converted models; None for ``default_cache_dir()``.
+        revision: branch, tag or commit on the hub; None = its default.
+        offline: do not ask the hub.
         num_threads: threads of one operation; None leaves torch's choice.
         kv_bytes: size of the KV pool; None for half of the free memory, at most 4 GiB.
         num_blocks: size of the KV pool in blocks; wins over ``kv_bytes``.
@@ -200,8 +236,8 @@ def load_model(
         ModelLoadError: the model cannot be found, read, or computed by this version.
         PoolAllocationError: the KV pool does not fit.
     """
-    name, folder = find_model(model, cache_dir=cache_dir)
-    config = DecoderConfig.from_folder(folder)
+    name, folder = find_model(model, cache_dir=cache_dir, revision=revision, offline=offline)
+    config = _config(folder)
     context_tokens = config.max_positions if max_context is None else min(max_context, config.max_positions)
     info = ModelInfo(name, config.architecture, config.vocab_size, context_tokens, config.eos_token_ids)
 
@@ -217,9 +253,14 @@ def load_model(
         log.warning("kernels.slow", kernels=chosen, reason=reason)
     found = device_for(device, chosen)
     if found == "cpu" and tensor_parallel == 1:
+        if batch_invariant and not isinstance(config, DecoderConfig):
+            raise ops.NotBatchInvariant("transformers' modules and")
         step_model, weight_type = _on_cpu(
             info, folder, config, weights, num_threads, kv_bytes, num_blocks, block_size
         )
+    elif not isinstance(config, DecoderConfig):
+        where = "on a card" if found != "cpu" else "for several ranks"
+        raise UnsupportedModel(f"architecture {where}", " or ".join(FAMILIES), config.architecture)
     else:
         from engine.runner import tensor_parallel as parallel
         from engine.runner.rank import RankOptions
@@ -246,10 +287,25 @@ def load_model(
     return LoadedStepModel(step_model.info, step_model, folder, kernels_chosen)
 
 
+def _config(folder: Path) -> "DecoderConfig | TransformersConfig":
+    """Of our decoder, or of transformers' own modules where ours can't compute the model."""
+    try:
+        return DecoderConfig.from_folder(folder)
+    except UnsupportedModel as ours:
+        from engine.models.transformers_decoder import TransformersConfig
+
+        try:
+            found = TransformersConfig.from_folder(folder)
+        except UnsupportedModel:
+            raise ours from None
+        log.info("model.through_transformers", architecture=found.architecture, reason=str(ours))
+        return found
+
+
 def _on_cpu(
     info: ModelInfo,
     folder: Path,
-    config: DecoderConfig,
+    config: "DecoderConfig | TransformersConfig",
     weights: "WeightType | Auto",
     num_threads: int | None,
     kv_bytes: int | None,
@@ -259,19 +315,23 @@ def _on_cpu(
     """The whole model in this process, and how its matrices are kept."""
     import torch
 
-    from engine.models.decoder import Decoder
+    from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
+    from engine.models.transformers_decoder import TransformersDecoder
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
-    decoder = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
+    decoder: StepDecoder
+    if isinstance(config, DecoderConfig):
+        decoder = own = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
+        modules, weight_type = "own decoder", str(own.weights.layers[0].qkv.weight.weight_type)
+    else:
+        decoder = other = TransformersDecoder(folder, config, weights, info.context_tokens)
+        modules, weight_type, config = "transformers' modules", other.weight_type, other.config
     threads = torch.get_num_threads() if num_threads is None else num_threads
-    weight_type: str = decoder.weights.layers[0].qkv.weight.weight_type
-    info = dataclasses.replace(
-        info,
-        computed_by=f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}",
-    )
+    kernels = f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}"
+    info = dataclasses.replace(info, computed_by=f"{modules}, {kernels}")
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
     if num_blocks is None:
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)

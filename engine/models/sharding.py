@@ -22,13 +22,13 @@ class UnsuitableTensorParallel(ModelLoadError):
     """The model can't be cut for so many ranks.
 
     Args:
-        field: what does not divide, or is too small.
+        field: what does not divide, is too small, or can't be cut.
         rule: what it must be.
         value: what it is.
         size: number of ranks.
     """
 
-    def __init__(self, field: str, rule: str, value: int, size: int) -> None:
+    def __init__(self, field: str, rule: str, value: int | str, size: int) -> None:
         super().__init__(f"engine.tensor_parallel {size} needs a model whose {field} {rule}, got {value}")
         self.field = field
         self.value = value
@@ -78,6 +78,8 @@ class Shard:
             num_q_heads=config.num_q_heads // self.size,
             num_kv_heads=kv_heads.stop - kv_heads.start,
             intermediate_size=config.intermediate_size // self.size,
+            moe=config.moe
+            and dataclasses.replace(config.moe, intermediate_size=config.moe.intermediate_size // self.size),
         )
 
 
@@ -90,6 +92,11 @@ def _check(config: DecoderConfig, size: int) -> None:
         raise UnsuitableTensorParallel(
             "num_kv_heads", f"divides by {size}, or divides it", num_kv_heads, size
         )
+    if config.qk_norm == "all":  # its mean goes over the heads of all ranks
+        raise UnsuitableTensorParallel("qk_norm", "is by head, or none", config.qk_norm, size)
+    if config.moe is not None and config.moe.intermediate_size % size:
+        width = config.moe.intermediate_size
+        raise UnsuitableTensorParallel("moe.intermediate_size", f"divides by {size}", width, size)
     if config.vocab_size < size:
         raise UnsuitableTensorParallel("vocab_size", f"is at least {size}", config.vocab_size, size)
 

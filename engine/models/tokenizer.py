@@ -15,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from engine.errors import InvalidRequest
-from engine.models.config import read_json
 from engine.models.errors import InvalidCheckpoint
+from engine.models.values import read_json
 from engine.text import ChatMessage, StreamDecoder
 
 #: Prompt tokens a stream decoder sees, so that the first piece of output is spelt as a continuation.
@@ -84,8 +84,8 @@ class HfTokenizer:
         """Ids of a conversation by the model's template.
 
         Raises:
-            InvalidRequest: no template, no message, a role the template refuses, or tools that
-                are no JSON array of objects.
+            InvalidRequest: no template, no message, a role or tools that the template refuses or can't
+                write, or tools that are no JSON array of objects.
         """
         if not self._has_chat_template:
             raise InvalidRequest("messages", "need a model with a chat template", len(messages))
@@ -99,7 +99,7 @@ class HfTokenizer:
             text: str = self._chat_tokenizer().apply_chat_template(
                 conversation, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, KeyError) as error:  # what the template does with them
             raise InvalidRequest(
                 "messages",
                 f"must suit the model's chat template ({error})",

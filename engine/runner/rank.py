@@ -11,7 +11,7 @@ import torch
 
 from engine.models.config import DecoderConfig
 from engine.models.decoder import Decoder
-from engine.models.errors import ModelLoadError
+from engine.models.errors import ModelLoadError, UnsupportedModel
 from engine.models.loader import load_weights
 from engine.models.sharding import Peers, Shard
 from engine.runner.executor import StepExecutor
@@ -22,7 +22,7 @@ from kernels import ops, registry
 from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
 
 if TYPE_CHECKING:
-    from engine.models.loader import Auto
+    from engine.models.checkpoint import Auto
     from kernels.ops import WeightType
 
 
@@ -99,6 +99,8 @@ class Rank:
         #: Threads of one operation, on a CPU.
         self.num_threads = options.num_threads or max(1, torch.get_num_threads() // shard.size)
         whole = DecoderConfig.from_folder(options.folder)
+        if whole.moe is not None and self.device.type == "cuda":  # graphs can't hold what rows choose
+            raise UnsupportedModel("architecture on a card", "without experts", whole.architecture)
         self._config = shard.config(whole)
         self._weights = load_weights(options.folder, whole, options.weights, shard=shard, device=self.device)
         with torch.inference_mode():

@@ -252,7 +252,7 @@ def load(
 
 def _computed_by(rank: Rank, options: RankOptions, size: int, buckets: tuple[int, ...]) -> str:
     """For the ready line."""
-    words = [f"{options.kernels} kernels with {rank.weight_type} weights"]
+    words = ["own decoder", f"{options.kernels} kernels with {rank.weight_type} weights"]
     if rank.device.type == "cpu":
         words.append(f"threads {rank.num_threads}")
     else:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
-from engine.models.decoder import Decoder
+from engine.models.decoder import StepDecoder
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
@@ -42,7 +42,7 @@ class TorchModel:
     """
 
     def __init__(
-        self, info: ModelInfo, decoder: Decoder, pool: KvPool, *, num_threads: int | None = None
+        self, info: ModelInfo, decoder: StepDecoder, pool: KvPool, *, num_threads: int | None = None
     ) -> None:
         self._info = info
         self._decoder = decoder

@@ -1,9 +1,9 @@
 """All operations on a card: the implementation ``triton`` of ``kernels.interface.Implementation``.
 
 Kernels of this package where a fused one reads memory less often, torch where a
-library call is as good: picking rows, and matrix products of floating point
-weights unless they must be batch-invariant. Launches alone; nothing waits for
-the card.
+library call is as good: picking rows, bounding logits, choosing experts, and matrix
+products of floating point weights unless they must be batch-invariant. Launches
+alone; nothing waits for the card.
 
 Importing needs triton; whether anything can run is ``available``'s to say. With
 ``TRITON_INTERPRET=1`` kernels run on CPU tensors, slowly, for tests.
@@ -23,6 +23,7 @@ from kernels.gpu.rms_norm import add_rms_norm, rms_norm
 from kernels.gpu.rotary_write_kv import rotary_write_kv
 from kernels.gpu.sample import sample
 from kernels.interface import LayerStack, PackedWeight, RunLayers, WeightType
+from kernels.reference import route, softcap
 from kernels.weights import quantised, quantised_fp8, rounded
 
 __all__ = [
@@ -42,10 +43,12 @@ __all__ = [
     "paged_attention",
     "rms_norm",
     "rotary_write_kv",
+    "route",
     "sample",
     "set_batch_invariant",
     "set_num_threads",
     "silu_mul",
+    "softcap",
 ]
 
 _batch_invariant = False

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import cpu_build
-from tests.support.models import tiny_llama
+from tests.support.models import tiny, tiny_llama
 from tests.support.process import run_cli, server_process
 
 CAN_BUILD = cpu_build.capability() in cpu_build.TARGETS
@@ -34,6 +34,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_ready_line_says_what_computes(model: Path, options: tuple[str, ...], said: str) -> None:
     with server_process("--kv-blocks", "8", "--threads", "1", *options, model=str(model)) as server:
         assert f", {said}, runner process " in server.ready_line
+
+
+@pytest.mark.parametrize(
+    ("stem", "said"),
+    [("Gemma2", "own decoder, reference kernels"), ("GPTNeoX", "transformers' modules, reference kernels")],
+)
+def test_the_ready_line_says_whose_modules_compute(stem: str, said: str, tmp_path: Path) -> None:
+    tiny(stem, tmp_path)
+    options = ("--kv-blocks", "8", "--threads", "1", "--kernels", "reference")
+    with server_process(*options, model=str(tmp_path)) as server:
+        assert f", {said} with fp32 weights, " in server.ready_line
+
+
+def test_a_model_that_cannot_be_had_ends_the_start_in_one_line() -> None:
+    result = run_cli("serve", "--listen", "127.0.0.1:0", "--model", "nobody/nothing", "--offline")
+
+    assert result.returncode == 2, result.stderr
+    assert "hub model nobody/nothing was not downloaded whole before, and model.offline is true" in (
+        " ".join(result.stderr.split())
+    )
 
 
 def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_path: Path) -> None:

@@ -77,6 +77,15 @@ def test_a_weight_that_is_a_window_of_a_larger_one_is_packed_as_it_stands():
 
 
 @pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
+def test_a_transposed_weight_is_packed_as_its_copy_would_be(weight_type):
+    weight = _random(21, 37)
+
+    packed, wanted = (cpu.pack_linear(w, weight_type) for w in (weight.t(), weight.t().contiguous()))
+
+    assert torch.equal(packed.data, wanted.data)
+
+
+@pytest.mark.parametrize("weight_type", WEIGHT_TYPES)
 def test_embed_picks_the_rows_of_a_packed_weight(weight_type):
     table = _random(53, 23)
     ids = torch.tensor([52, 0, 16, 15, 52])
@@ -191,3 +200,52 @@ def test_blocks_are_made_of_pages_of_sixteen():
     assert values == (7, 2, 3, 16, 24)
     with pytest.raises(ValueError, match="block_size must be a multiple of 16, got 8"):
         cpu.kv_cache_shapes(7, 8, 3, 24)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 16), (7, 259)])
+def test_softcap_bounds_logits_as_the_reference_does_and_a_row_alone_is_the_same(rows, width, num_threads):
+    logits = _random(rows, width) * 100
+    wanted = reference.softcap(logits.clone(), 30.0)
+
+    out = cpu.softcap(logits.clone(), 30.0)
+
+    torch.testing.assert_close(out, wanted, rtol=RTOL, atol=ATOL)
+    assert out.abs().max() <= 30.0
+    assert torch.equal(cpu.softcap(logits[-1:].clone(), 30.0), out[-1:])
+
+
+@pytest.mark.parametrize("normalised", [False, True])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(1, 1), (8, 2), (128, 8), (5, 5)])
+def test_route_takes_the_likeliest_experts_and_their_shares(num_experts, num_chosen, normalised, num_threads):
+    scores = _random(37, num_experts) * 3
+    wanted_ids, wanted_shares = reference.route(scores, num_chosen, normalised=normalised)
+
+    ids, shares = cpu.route(scores, num_chosen, normalised=normalised)
+
+    assert torch.equal(ids, wanted_ids)
+    torch.testing.assert_close(shares, wanted_shares, rtol=RTOL, atol=1e-7)
+    whole = scores.softmax(-1)
+    top = whole.gather(1, ids)
+    torch.testing.assert_close(shares, top / top.sum(-1, keepdim=True) if normalised else top)
+    alone = cpu.route(scores[-1:], num_chosen, normalised=normalised)
+    assert torch.equal(alone[0], ids[-1:])
+    assert torch.equal(alone[1], shares[-1:])
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_of_equal_experts_the_first_ones_compute(kernels):
+    ids, shares = kernels.route(torch.zeros(2, 6), 3, normalised=True)
+
+    assert ids.tolist() == [[0, 1, 2]] * 2
+    torch.testing.assert_close(shares, torch.full((2, 3), 1 / 3))
+
+
+def test_scores_that_are_no_numbers_choose_experts_that_exist_and_shares_that_show_it():
+    scores = _random(3, 6)
+    scores[1, 2] = float("nan")
+
+    ids, shares = cpu.route(scores, 2, normalised=False)
+
+    assert ((ids >= 0) & (ids < 6)).all()
+    assert shares[1].isnan().all()
+    assert shares[[0, 2]].isfinite().all()

@@ -59,6 +59,17 @@ def tiny_qwen3(folder: Path, **options: Any) -> Any:
     return _tiny(Qwen3Config, Qwen3ForCausalLM, folder, **({"head_dim": 20} | options))
 
 
+def tiny(name: str, folder: Path, **options: Any) -> Any:
+    """Likewise a checkpoint of any kind, by the stem of its classes' names in transformers."""
+    import transformers
+
+    config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
+    model_class = getattr(transformers, f"{name}ForCausalLM", None) or getattr(
+        transformers, f"{name}LMHeadModel"
+    )
+    return _tiny(config_class, model_class, folder, **options)
+
+
 def _tiny(
     config_class: Any,
     model_class: Any,

@@ -8,9 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.models.checkpoint import MappedFile
 from engine.models.config import DecoderConfig
 from engine.models.errors import InvalidCheckpoint, ModelLoadError, ModelNotFound, UnsupportedModel
-from engine.models.loader import _MappedFile, load_weights
+from engine.models.loader import load_weights
 from engine.models.registry import DEFAULT_MODEL_NAME, find_model, load
 from kernels import ops, registry
 from kv.pool import KvLayout, KvPool, PoolAllocationError, default_bytes, free_bytes, num_blocks_for
@@ -56,16 +57,65 @@ def _weights(folder, weight_type="auto"):
 def test_qwen3_norms_its_heads_and_has_a_head_size_of_its_own():
     found = DecoderConfig.from_dict(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})
 
-    assert (found.qk_norm, found.head_dim) == (True, 128)
+    assert (found.qk_norm, found.head_dim) == ("head", 128)
     assert not DecoderConfig.from_dict(CONFIG).qk_norm
 
 
 @pytest.mark.parametrize(
-    "fields", [{"use_sliding_window": True}, {"layer_types": ["full_attention", "sliding_attention"]}]
+    ("architecture", "fields", "windows"),
+    [
+        ("LlamaForCausalLM", {"sliding_window": 8}, ()),
+        ("MistralForCausalLM", {"sliding_window": 8}, (8, 8)),
+        ("MistralForCausalLM", {"sliding_window": None}, ()),
+        ("Qwen2ForCausalLM", {"sliding_window": 8}, ()),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+            (None, 8),
+        ),
+        (
+            "Qwen3ForCausalLM",
+            {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8},
+            (8, None),
+        ),
+        ("Gemma2ForCausalLM", {"sliding_window": 8}, (8, None)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8}, (8, 8)),
+        ("Gemma3ForCausalLM", {"sliding_window": 8, "sliding_window_pattern": 2}, (8, None)),
+    ],
 )
-def test_layers_that_see_a_window_only_are_refused(fields):
-    with pytest.raises(UnsupportedModel, match="attention must be full in every layer"):
-        DecoderConfig.from_dict(CONFIG | {"architectures": ["Qwen3ForCausalLM"]} | fields)
+def test_which_layers_see_a_window_is_read_as_the_family_says(architecture, fields, windows):
+    assert DecoderConfig.from_dict(CONFIG | {"architectures": [architecture]} | fields).windows == windows
+
+
+def test_values_that_old_checkpoints_leave_out_are_those_of_their_class():
+    found = DecoderConfig.from_dict(CONFIG | {"architectures": ["Gemma2ForCausalLM"]})
+
+    assert (found.tie_embeddings, found.head_dim, found.activation) == (True, 256, "gelu_tanh")
+    assert (found.attention_softcap, found.logit_softcap, found.score_scale) == (50.0, 30.0, 1 / 16)
+    assert (found.embedding_scale, found.norm_offset) == (4.0, 1.0)
+
+
+def test_layers_that_see_different_contexts_may_rotate_differently():
+    config = CONFIG | {"architectures": ["Gemma3ForCausalLM"]}
+    old = DecoderConfig.from_dict(config | {"rope_theta": 5e5, "rope_local_base_freq": 5e3})
+    new = DecoderConfig.from_dict(
+        config
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5e3},
+            }
+        }
+    )
+
+    assert (old.rope, old.local_rope) == (new.rope, new.local_rope)
+    assert (old.rope.theta, old.local_rope.theta) == (5e5, 5e3)
+
+
+def test_yarn_stretches_the_context_that_is_served():
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+    assert DecoderConfig.from_dict(CONFIG | {"rope_scaling": yarn}).max_positions == 512
 
 
 def test_both_spellings_of_rope_are_read():
@@ -92,10 +142,11 @@ def test_missing_values_take_the_defaults_of_transformers():
     [
         ({"architectures": ["GPT2LMHeadModel"]}, r"architecture must be LlamaForCausalLM.*'GPT2LMHeadModel'"),
         ({"architectures": None, "model_type": "mamba"}, r"architecture .*'mamba'"),
-        ({"hidden_act": "gelu"}, r"hidden_act must be silu.*'gelu'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, r"rope type must be .*'yarn'"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor must be 1\.0.*0\.5"),
+        ({"hidden_act": "relu"}, r"hidden_act must be silu.*'relu'"),
+        ({"rope_scaling": {"rope_type": "mrope", "factor": 4.0}}, r"rope type must be .*'mrope'"),
         ({"quantization_config": {"bits": 4}}, r"quantization_config"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types must be full_attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, r"layer_types must be .*linear_attention"),
     ],
 )
 def test_what_cannot_be_computed_is_refused_by_name(change, message):
@@ -113,6 +164,19 @@ def test_what_cannot_be_computed_is_refused_by_name(change, message):
         ({"head_dim": 5}, r"head_dim must be even, got 5"),
         ({"rms_norm_eps": 0}, r"rms_norm_eps must be a positive number, got 0"),
         ({"rope_scaling": {"rope_type": "linear"}}, r"factor must be a positive number, got None"),
+        ({"partial_rotary_factor": 0.8}, r"partial_rotary_factor must leave an even number .*, got 0\.8"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0]}},
+            r"long_factor must hold 2 numbers, got 1",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9},
+            r"num_experts_per_tok must be 1 to 8, got 9",
+        ),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": 0},
+            r"sliding_window must be at least 1, got 0",
+        ),
     ],
 )
 def test_a_broken_configuration_names_field_rule_and_value(change, message):
@@ -268,7 +332,7 @@ def test_memory_under_a_tensor_is_given_back_and_can_be_read_again(tmp_path):
     path = tmp_path / "model.safetensors"
     wanted = torch.randn(1000, 1000)
     save_file({"a": wanted, "b": torch.ones(5)}, path)
-    file = _MappedFile(path)
+    file = MappedFile(path)
     assert torch.equal(file.tensor("a"), wanted)
     before = _resident_bytes(path)
 
@@ -301,11 +365,6 @@ def test_shards_must_be_there_and_inside_the_folder(tmp_path):
     index.unlink()
     with pytest.raises(InvalidCheckpoint, match=r"neither model\.safetensors nor"):
         _weights(tmp_path)
-
-
-def test_a_hub_id_says_that_hub_loading_comes_later():
-    with pytest.raises(UnsupportedModel, match=r"hub comes later.*'HuggingFaceTB/SmolLM2-135M'"):
-        find_model("HuggingFaceTB/SmolLM2-135M")
 
 
 @pytest.mark.parametrize("model", ["/nowhere/at/all", "./nowhere", "nowhere.gguf"])

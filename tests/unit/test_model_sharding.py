@@ -1,11 +1,12 @@
 """Cutting a model for tensor parallelism: who gets what, what is refused, and that nothing changes."""
 
 import functools
+import operator
 
 import pytest
 import torch
 
-from engine.models.config import DecoderConfig
+from engine.models.config import DecoderConfig, MoeConfig
 from engine.models.decoder import Decoder
 from engine.models.errors import ModelLoadError
 from engine.models.loader import load_weights
@@ -16,7 +17,7 @@ from engine.scheduler.plan import Plan
 from kernels import ops, registry
 from kv.pool import KvLayout, KvPool
 from tests.support.grants import grant
-from tests.support.models import tiny_llama, tiny_qwen3
+from tests.support.models import tiny, tiny_llama, tiny_qwen3
 from tests.support.peers_in_threads import on_every_rank
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
@@ -78,6 +79,8 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(num_q, num_kv, 
         ({"intermediate_size": 90, "num_q_heads": 8}, 4, "intermediate_size"),
         ({"num_q_heads": 12, "num_kv_heads": 3, "intermediate_size": 96}, 4, "num_kv_heads"),
         ({"vocab_size": 3, "num_q_heads": 8, "num_kv_heads": 4}, 4, "vocab_size"),
+        ({"qk_norm": "all"}, 2, "qk_norm"),
+        ({"moe": MoeConfig(4, 2, 30, True)}, 4, "moe.intermediate_size"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_field_rule_and_value(fields, size, field):
@@ -90,7 +93,7 @@ def test_what_cannot_be_cut_is_refused_by_field_rule_and_value(fields, size, fie
     assert refused.value.field == field
     assert f"engine.tensor_parallel {size} " in str(refused.value)
     assert f"{field} " in str(refused.value)
-    assert str(getattr(whole, field)) in str(refused.value)
+    assert str(operator.attrgetter(field)(whole)) in str(refused.value)
 
 
 def test_a_single_rank_holds_everything():
@@ -122,11 +125,25 @@ def _logits(folder, peers=None):
     return torch.cat(rows), decoder
 
 
+PARTIAL = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.7,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.5, 2.0, 3.0, 4.0],
+    "original_max_position_embeddings": 16,
+}
 CHECKPOINTS = {
     "llama": functools.partial(tiny_llama, tie_word_embeddings=False),
     "llama, tied": functools.partial(tiny_llama, tie_word_embeddings=True, dtype=torch.bfloat16),
     "llama with biases": functools.partial(tiny_llama, attention_bias=True, mlp_bias=True),
     "qwen3": functools.partial(tiny_qwen3, attention_bias=True),
+    "phi3": functools.partial(
+        tiny, "Phi3", rope_parameters=PARTIAL, original_max_position_embeddings=16, pad_token_id=0
+    ),
+    "gemma2": functools.partial(tiny, "Gemma2", head_dim=20, sliding_window=8, final_logit_softcapping=4.0),
+    "granite": functools.partial(tiny, "Granite", residual_multiplier=0.4, logits_scaling=3.0),
+    "mixtral": functools.partial(tiny, "Mixtral", num_local_experts=4),
 }
 
 

@@ -64,7 +64,7 @@ def test_a_single_rank_starts_no_process_and_computes(folder):
 
     assert weight_type == "fp32"
     assert found.pool == plain.pool
-    assert found.info.computed_by == "reference kernels with fp32 weights, threads 1"
+    assert found.info.computed_by == "own decoder, reference kernels with fp32 weights, threads 1"
 
 
 def test_the_pool_of_so_many_bytes_has_the_scratch_block_inside(folder):

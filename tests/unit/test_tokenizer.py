@@ -1,5 +1,6 @@
 """The tokenizer: ids, chats, and text that comes token by token."""
 
+import json
 import random
 import shutil
 import subprocess
@@ -200,6 +201,29 @@ def test_tools_reach_the_template(folder):
 def test_tools_that_are_no_array_of_objects_are_refused(tools_json, tiny):
     with pytest.raises(InvalidRequest, match=r"tools_json must be a JSON array"):
         tiny.encode_chat([ChatMessage("user", "x")], tools_json=tools_json)
+
+
+def test_tools_that_the_template_cannot_write_are_the_callers_fault(folder):
+    (folder / "chat_template.jinja").write_text("{% for t in tools or [] %}{{ t['name'] + 'x' }}{% endfor %}")
+    tokenizer, chat = HfTokenizer(folder), [ChatMessage("user", "x")]
+
+    for tools in ('[{"name": 1}]', "[{}]"):
+        with pytest.raises(InvalidRequest, match="messages must suit the model's chat template"):
+            tokenizer.encode_chat(chat, tools_json=tools)
+
+
+def test_of_several_templates_the_one_for_tools_writes_them(folder):
+    path = folder / "tokenizer_config.json"
+    templates = [
+        {"name": "default", "template": "plain{{ '!' if add_generation_prompt }}"},
+        {"name": "tool_use", "template": "{{ tools[0]['name'] }}"},
+    ]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": templates}))
+    tokenizer, chat = HfTokenizer(folder), [ChatMessage("user", "x")]
+
+    assert tokenizer.decode(tokenizer.encode_chat(chat)) == "plain!"
+    assert tokenizer.decode(tokenizer.encode_chat(chat, add_generation_prompt=False)) == "plain"
+    assert tokenizer.decode(tokenizer.encode_chat(chat, tools_json='[{"name": "look"}]')) == "look"
 
 
 def test_a_role_the_template_refuses_is_the_callers_fault(tiny):
