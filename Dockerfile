@@ -19,6 +19,7 @@ COPY kv kv
 COPY engine engine
 COPY server server
 COPY clients clients
+COPY workloads workloads
 COPY protos protos
 # hadolint ignore=SC2086
 RUN python -m venv /opt/vorrang \

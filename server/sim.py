@@ -30,12 +30,15 @@ from engine.sim.configurations import (
     parse_assignment,
     parse_configuration,
 )
-from engine.sim.metrics import TARGETS, Report, parse_target, report
+from engine.sim.metrics import Report, report
 from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
 from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
-from engine.sim.traces import FORMATS, read_trace
-from engine.sim.workload import MIXES, Workload, synthetic
+from workloads.arrivals import Workload
+from workloads.errors import InvalidWorkload
+from workloads.mixes import MIXES, synthetic
+from workloads.statistics import TARGETS, parse_target
+from workloads.traces import FORMATS, read_trace
 
 EXIT_DIFFERENT = 1
 EXIT_USAGE = 2
@@ -112,7 +115,7 @@ def run(
         for configuration in configurations:
             recording = _simulate(arrivals, hardware, num_blocks, configuration, driver, record)
             reports.append(report(configuration.name, recording, targets))
-    except (InvalidRequest, DecisionLogUnavailable) as error:
+    except (InvalidRequest, InvalidWorkload, DecisionLogUnavailable) as error:
         Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
         raise typer.Exit(EXIT_USAGE) from None
     title = f"{arrivals.name}: {len(arrivals.requests):,} requests on {hardware.description}"

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import SchedulerConfig
-from engine.sim import metrics
 from engine.sim.configurations import BASE, LIKE_VLLM, build
 from engine.sim.profiles import profile_named
-from engine.sim.recorder import RequestRecord
 from engine.sim.simulator import simulate
-from engine.sim.traces import MeasuredRequest, read_measured
-from engine.sim.workload import SimRequest, Workload
+from workloads import statistics
+from workloads.arrivals import Arrival, Workload
+from workloads.records import RequestRecord
+from workloads.traces import MeasuredRequest, read_measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ def replay(run: MeasuredRun, path: Path, *, plans_ahead: int = 1) -> Comparison:
     """
     measured = read_measured(path)
     requests = tuple(
-        SimRequest(index, m.arrival_s, m.num_prompt_tokens, m.num_output_tokens)
+        Arrival(index, m.arrival_s, m.num_prompt_tokens, m.num_output_tokens)
         for index, m in enumerate(measured)
     )
     runner = SimulatedRunner(profile_named(run.profile), num_blocks=run.num_blocks)
@@ -120,11 +120,11 @@ def replay(run: MeasuredRun, path: Path, *, plans_ahead: int = 1) -> Comparison:
     return Comparison(
         run,
         {
-            "TTFT": quantity(lambda m: m.first_token_s - m.arrival_s, metrics.ttft_s),
+            "TTFT": quantity(lambda m: m.first_token_s - m.arrival_s, statistics.ttft_s),
             "TPOT": quantity(
-                lambda m: (m.last_token_s - m.first_token_s) / (m.num_output_tokens - 1), metrics.tpot_s
+                lambda m: (m.last_token_s - m.first_token_s) / (m.num_output_tokens - 1), statistics.tpot_s
             ),
-            "E2E": quantity(lambda m: m.last_token_s - m.arrival_s, metrics.e2e_s),
+            "E2E": quantity(lambda m: m.last_token_s - m.arrival_s, statistics.e2e_s),
             "makespan": Quantity((max(m.last_token_s for m in measured),), (recording.end_s,)),
         },
         len(simulated),

@@ -16,37 +16,10 @@ from engine.events import (
     Started,
     TokensSampled,
 )
-from engine.request import FinishReason, PreemptReason, RequestId
+from engine.request import PreemptReason
 from engine.scheduler.plan import Plan
-from engine.sim.workload import SimRequest
-
-
-@dataclass(slots=True)
-class RequestRecord:
-    """What became of one request. Times in virtual seconds.
-
-    Attributes:
-        request: what was asked for.
-        num_output_tokens: tokens it got.
-        first_token_s: when it got the first; None: never.
-        last_token_s: when it got the last so far.
-        longest_stall_s: longest time between two of its tokens.
-        num_preemptions: times it lost its place.
-        ended: why it ended; None while it has not.
-        refused: the error it was refused with, or failed with.
-        waits: whether it has arrived and holds no seat.
-    """
-
-    request: SimRequest
-    num_output_tokens: int = 0
-    first_token_s: float | None = None
-    last_token_s: float | None = None
-    longest_stall_s: float = 0.0
-    num_preemptions: int = 0
-    ended: FinishReason | None = None
-    refused: VorrangError | None = None
-    waits: bool = True
-    num_reached: int = 0  # tokens that have ever been computed
+from workloads.arrivals import Arrival
+from workloads.records import RequestRecord
 
 
 @dataclass(slots=True)
@@ -65,9 +38,10 @@ class Recording:
         num_inversions: prefill grants (an admission is one) to a request while a strictly
             more urgent one waited.
         inversion_s: time during which a request computed while a strictly more urgent one waited.
+        failures: the errors of requests that were refused or failed, by request id.
     """
 
-    records: dict[RequestId, RequestRecord] = field(default_factory=dict)
+    records: dict[str, RequestRecord] = field(default_factory=dict)
     end_s: float = 0.0
     busy_s: float = 0.0
     num_steps: int = 0
@@ -77,6 +51,7 @@ class Recording:
     preemptions: Counter[PreemptReason] = field(default_factory=Counter)
     num_inversions: int = 0
     inversion_s: float = 0.0
+    failures: dict[str, VorrangError] = field(default_factory=dict)
 
 
 class Recorder:
@@ -85,38 +60,43 @@ class Recorder:
     def __init__(self) -> None:
         self.recording = Recording()
         self._waiting: Counter[int] = Counter()  # requests without a seat, by level
+        self._without_seat: set[str] = set()
+        self._reached: dict[str, int] = {}  # tokens that have ever been computed
 
-    def arrived(self, request: SimRequest) -> None:
+    def arrived(self, request: Arrival) -> None:
         """A request joined the queue."""
-        self.recording.records[request.request_id] = RequestRecord(request)
-        self._waiting[request.level] += 1
-
-    def refused(self, request: SimRequest, error: VorrangError) -> None:
-        """A request was refused on arrival."""
-        record = RequestRecord(request, refused=error, waits=False)
+        record = RequestRecord(request, sent_s=request.arrival_s, accepted_s=request.arrival_s)
         self.recording.records[request.request_id] = record
+        self._reached[request.request_id] = 0
+        self._waits(record, waits=True)
+
+    def refused(self, request: Arrival, error: VorrangError) -> None:
+        """A request was refused on arrival."""
+        record = RequestRecord(request, sent_s=request.arrival_s)
+        self.recording.records[request.request_id] = record
+        self._failed(record, error, request.arrival_s)
 
     def happened(self, events: Iterable[SchedulerEvent | RequestEvent], now: float) -> None:
         """Events of requests, of the scheduler or of their handles."""
         for event in events:
             record = self.recording.records[event.request_id]
             if isinstance(event, TokensSampled | Delta):
-                self._tokens(record, len(event.token_ids), now)
+                record.got_tokens(len(event.token_ids), now)
             elif isinstance(event, Started | Resumed):
                 self._waits(record, waits=False)
                 if isinstance(event, Started):
-                    self.recording.num_cached_tokens += event.num_cached_tokens
-                    record.num_reached = event.num_cached_tokens
+                    self._started(record, event.num_cached_tokens, now)
             elif isinstance(event, Preempted):
                 self._waits(record, waits=True)
                 record.num_preemptions += 1
                 self.recording.preemptions[event.reason] += 1
             elif isinstance(event, Finished):
                 self._waits(record, waits=False)
-                record.ended = event.reason
+                record.reason = event.reason.value
+                record.ended_s = now
             elif isinstance(event, Failed):
                 self._waits(record, waits=False)
-                record.refused = event.error
+                self._failed(record, event.error, now)
 
     def stepped(self, plan: Plan, start_s: float, end_s: float) -> None:
         """A step was computed; call after its plan's events and before its result's."""
@@ -129,28 +109,33 @@ class Recorder:
         for grant in plan.grants:
             num_tokens = grant.num_tokens
             recording.num_computed_tokens += num_tokens
-            record = recording.records[grant.request_id]
+            reached = self._reached[grant.request_id]
             end = grant.start + num_tokens
-            if grant.start < record.num_reached:
-                recording.num_recomputed_tokens += min(record.num_reached, end) - grant.start
-            if end > record.num_reached:
-                record.num_reached = end
+            if grant.start < reached:
+                num_recomputed = min(reached, end) - grant.start
+                recording.num_recomputed_tokens += num_recomputed
+                recording.records[grant.request_id].num_recomputed_tokens += num_recomputed
+            if end > reached:
+                self._reached[grant.request_id] = end
             if most_urgent_waiting is not None and most_urgent_waiting < grant.level:
                 inverted = True
                 recording.num_inversions += num_tokens > 1 or not grant.output_index
         recording.inversion_s += (end_s - start_s) * inverted
 
-    def _tokens(self, record: RequestRecord, num_tokens: int, now: float) -> None:
-        if num_tokens == 0:
-            return
-        record.num_output_tokens += num_tokens
-        if record.last_token_s is None:
-            record.first_token_s = now
-        elif now - record.last_token_s > record.longest_stall_s:
-            record.longest_stall_s = now - record.last_token_s
-        record.last_token_s = now
+    def _started(self, record: RequestRecord, num_cached_tokens: int, now: float) -> None:
+        self.recording.num_cached_tokens += num_cached_tokens
+        record.num_cached_tokens = num_cached_tokens
+        record.queued_s = now - record.request.arrival_s
+        self._reached[record.request.request_id] = num_cached_tokens
+
+    def _failed(self, record: RequestRecord, error: VorrangError, now: float) -> None:
+        record.error = type(error).__name__
+        record.error_message = str(error)
+        record.ended_s = now
+        self.recording.failures[record.request.request_id] = error
 
     def _waits(self, record: RequestRecord, *, waits: bool) -> None:
-        if record.waits != waits:
-            record.waits = waits
-            self._waiting[record.request.level] += 1 if waits else -1
+        request = record.request
+        if (request.request_id in self._without_seat) != waits:
+            (self._without_seat.add if waits else self._without_seat.remove)(request.request_id)
+            self._waiting[request.level] += 1 if waits else -1

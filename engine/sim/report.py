@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from engine.sim.metrics import ClassReport, Distribution, Report
+from engine.sim.metrics import Report
+from workloads.statistics import ClassReport, Distribution
 
 
 def print_reports(console: Console, title: str, reports: Sequence[Report]) -> None:

@@ -26,9 +26,10 @@ from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.recorder import Recorder, Recording
+from engine.sim.requests import spec_of
 from engine.sim.virtual_time import VirtualTimeLoop, run_in_virtual_time
-from engine.sim.workload import Workload
 from kv.block_manager import BlockManager
+from workloads.arrivals import Workload
 
 #: Called with every plan that computes something, when it is made.
 PlanObserver = Callable[[Plan], None]
@@ -100,7 +101,7 @@ def simulate(
         while coming and coming[0].arrival_s <= seen_until:
             request = coming.popleft()
             try:
-                displaced = scheduler.submit(request.spec(), request.arrival_s)
+                displaced = scheduler.submit(spec_of(request), request.arrival_s)
             except VorrangError as error:
                 recorder.refused(request, error)
             else:
@@ -180,7 +181,7 @@ async def _serve(
         for request in workload.requests:
             await asyncio.sleep(request.arrival_s - clock.now())
             try:
-                engine.submit(request.spec(), take)
+                engine.submit(spec_of(request), take)
             except VorrangError as error:
                 recorder.refused(request, error)
             else:
@@ -198,9 +199,9 @@ async def _serve(
         serving.cancel()
         arriving.cancel()
         await asyncio.gather(serving, arriving, return_exceptions=True)
-    for record in recorder.recording.records.values():
-        if isinstance(record.refused, InternalError):
-            raise record.refused
+    for failure in recorder.recording.failures.values():
+        if isinstance(failure, InternalError):
+            raise failure
     return recorder.recording
 
 

@@ -19,8 +19,8 @@ from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.sim.profiles import HardwareProfile
 from engine.sim.simulator import simulate
-from engine.sim.workload import SimRequest, in_order
 from tests.support.drive import Driver, events, grants
+from workloads.arrivals import Arrival, in_order
 
 STEP_S = 1.0
 
@@ -201,7 +201,7 @@ def overloaded(duration_s, urgent_rps, max_wait_s):
     )
     coming = [(i / urgent_rps, URGENT) for i in range(int(duration_s * urgent_rps))]
     coming += [(float(s), BATCH) for s in range(20, int(duration_s), 60)]
-    requests = [SimRequest(i, arrival_s, **what) for i, (arrival_s, what) in enumerate(coming)]
+    requests = [Arrival(i, arrival_s, **what) for i, (arrival_s, what) in enumerate(coming)]
     return config, simulate(in_order("overload", requests), runner(NUM_BLOCKS), config)
 
 
@@ -232,7 +232,7 @@ def test_an_hour_of_urgent_load_at_110_percent_leaves_no_batch_request_beyond_th
     assert len(batch) == 60
     waits_s = []
     for index, record in enumerate(batch):
-        assert record.ended is FinishReason.LENGTH
+        assert record.reason == "length"
         arrival_s = record.request.arrival_s
         num_older = sum(older.last_token_s > arrival_s for older in batch[:index])
         bound_s = BATCH_MAX_WAIT_S + (num_older + 1) * stated_turn_s(config)
@@ -287,7 +287,7 @@ def served(policy):
     for _ in range(60):
         for tenant, (prompt, output) in TENANTS.items():
             for _ in range(10 if tenant == "flood" else 1):
-                requests.append(SimRequest(len(requests), 0.0, prompt, output, tenant=tenant))
+                requests.append(Arrival(len(requests), 0.0, prompt, output, tenant=tenant))
     tenant_of = {r.request_id: r.tenant for r in requests}
     waiting = Counter(tenant_of.values())
     service = Counter(dict.fromkeys(TENANTS, 0))

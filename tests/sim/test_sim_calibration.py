@@ -3,8 +3,8 @@
 import pytest
 
 from engine.sim.calibration import MEASURED_RUNS, replay
-from engine.sim.traces import FORMATS, read_trace
 from tests.support.traces import trace
+from workloads.traces import FORMATS, read_trace
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,12 @@ from engine.errors import InvalidRequest
 from engine.events import Finished, Preempted, Resumed, Started, TokensSampled
 from engine.request import FinishReason, PreemptReason, RequestId, Usage
 from engine.scheduler.plan import Plan
-from engine.sim import metrics
-from engine.sim.metrics import Distribution, Target, distribution, parse_target, report
+from engine.sim.metrics import report
 from engine.sim.recorder import Recorder
-from engine.sim.workload import SimRequest
 from tests.support.grants import grant as new_grant
+from workloads.arrivals import Arrival
+from workloads.errors import InvalidWorkload
+from workloads.statistics import TARGETS, Distribution, Target, distribution, parse_target
 
 URGENT, LAZY = -10, 10
 
@@ -22,7 +23,7 @@ class Story:
         self.recorder = Recorder()
 
     def arrive(self, index, at, *, prompt=4, output=3, level=0):
-        self.recorder.arrived(SimRequest(index, at, prompt, output, level))
+        self.recorder.arrived(Arrival(index, at, prompt, output, level))
 
     def events(self, at, *events):
         self.recorder.happened(events, at)
@@ -50,7 +51,7 @@ class Story:
 
 
 def name(index):
-    return RequestId(f"sim-{index}")
+    return RequestId(f"request-{index}")
 
 
 def grant(index, start, num_tokens, output_index=None, level=0):
@@ -114,7 +115,7 @@ def test_an_output_cut_short_is_neither_served_nor_good():
 
 def test_a_refused_request_is_counted_against_its_class():
     story = one_served()
-    story.recorder.refused(SimRequest(1, 2.0, 9, 9), InvalidRequest("prompt", "too long", 9))
+    story.recorder.refused(Arrival(1, 2.0, 9, 9), InvalidRequest("prompt", "too long", 9))
     whole = story.report()
     assert (whole.num_requests, whole.num_refused) == (2, 1)
     assert whole.classes[0].attainment == 0.5
@@ -221,9 +222,9 @@ def test_targets_are_read_from_text():
     assert parse_target("interactive=1.5/0.05") == ("interactive", Target(1.5, 0.05))
     assert parse_target("batch=/0.2") == ("batch", Target(math.inf, 0.2))
     for wrong in ("vip=1/1", "batch=x", "1/1"):
-        with pytest.raises(InvalidRequest):
+        with pytest.raises(InvalidWorkload):
             parse_target(wrong)
 
 
 def test_every_class_has_a_target():
-    assert set(metrics.TARGETS) == {"interactive", "standard", "batch"}
+    assert set(TARGETS) == {"interactive", "standard", "batch"}

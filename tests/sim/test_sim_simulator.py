@@ -12,7 +12,8 @@ from engine.sim.metrics import report
 from engine.sim.profiles import profile_named
 from engine.sim.simulator import simulate, simulate_engine
 from engine.sim.virtual_time import TimeStandsStill, VirtualTimeLoop, run_in_virtual_time
-from engine.sim.workload import SimRequest, Workload, synthetic
+from workloads.arrivals import Arrival, Workload
+from workloads.mixes import synthetic
 
 RTX = profile_named("rtx4090")
 DRIVERS = pytest.mark.parametrize("drive", [simulate, simulate_engine])
@@ -57,18 +58,18 @@ def test_every_request_gets_exactly_the_tokens_it_asked_for(drive):
 
 @DRIVERS
 def test_an_hour_passes_in_no_time(drive):
-    workload = Workload("sparse", tuple(SimRequest(i, 600.0 * i, 100, 5) for i in range(7)))
+    workload = Workload("sparse", tuple(Arrival(i, 600.0 * i, 100, 5) for i in range(7)))
     start = time.monotonic()
     recording = drive(workload, runner(), config())
     assert time.monotonic() - start < 5
     assert recording.end_s > 3600
-    first, last = recording.records["sim-0"], recording.records["sim-6"]
+    first, last = recording.records["request-0"], recording.records["request-6"]
     assert last.first_token_s - 3600 == pytest.approx(first.first_token_s)
 
 
 def test_a_request_alone_takes_what_the_cost_model_says():
-    workload = Workload("one", (SimRequest(0, 5.0, 1000, 3),))
-    record = simulate(workload, SimulatedRunner(profile_named("h100")), config()).records["sim-0"]
+    workload = Workload("one", (Arrival(0, 5.0, 1000, 3),))
+    record = simulate(workload, SimulatedRunner(profile_named("h100")), config()).records["request-0"]
     prefill_s = (3.1 + 16.3) / 1e3 + 1000 * 0.049e-6
     decodes_s = 2 * 6.1e-3 + (1001 + 1002) * 0.049e-6
     assert record.first_token_s == pytest.approx(5.0 + prefill_s)
@@ -76,7 +77,7 @@ def test_a_request_alone_takes_what_the_cost_model_says():
 
 
 def test_an_arrival_is_seen_before_the_next_step_and_with_planning_ahead_one_step_later():
-    workload = Workload("two", (SimRequest(0, 0.0, 10, 50), SimRequest(1, 0.001, 10, 2)))
+    workload = Workload("two", (Arrival(0, 0.0, 10, 50), Arrival(1, 0.001, 10, 2)))
     h100 = SimulatedRunner(profile_named("h100"))
     ends = []
     for plans_ahead in (0, 1):
@@ -120,23 +121,23 @@ def test_the_same_seed_gives_the_same_report_and_another_another(drive):
 
 @DRIVERS
 def test_a_request_that_can_never_fit_is_refused_and_the_others_are_served(drive):
-    workload = Workload("w", (SimRequest(0, 0.0, 7000, 5), SimRequest(1, 0.0, 70, 5)))
+    workload = Workload("w", (Arrival(0, 0.0, 7000, 5), Arrival(1, 0.0, 70, 5)))
     recording = drive(workload, runner(num_blocks=400), config())
-    refused = recording.records["sim-0"]
-    assert refused.refused is not None
+    refused = recording.records["request-0"]
+    assert refused.error is not None
     assert refused.num_output_tokens == 0
-    assert recording.records["sim-1"].num_output_tokens == 5
+    assert recording.records["request-1"].num_output_tokens == 5
 
 
 @DRIVERS
 def test_an_output_that_outgrows_the_pool_is_cut(drive):
-    recording = drive(Workload("w", (SimRequest(0, 0.0, 60, 100),)), runner(num_blocks=5), config())
-    assert 0 < recording.records["sim-0"].num_output_tokens < 100
+    recording = drive(Workload("w", (Arrival(0, 0.0, 60, 100),)), runner(num_blocks=5), config())
+    assert 0 < recording.records["request-0"].num_output_tokens < 100
     assert report("x", recording).num_cut == 1
 
 
 def test_shared_prefixes_of_a_trace_are_found_in_the_cache():
-    requests = tuple(SimRequest(i, float(i), 1000, 2, hash_ids=(1, 2)) for i in range(2))
+    requests = tuple(Arrival(i, float(i), 1000, 2, hash_ids=(1, 2)) for i in range(2))
     recording = simulate(Workload("w", requests), runner(), config())
     assert recording.num_cached_tokens == 992  # 62 blocks of 16; a token is left for the logits
     apart = tuple(dataclasses.replace(r, tenant=str(r.index)) for r in requests)

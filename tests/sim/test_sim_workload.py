@@ -3,9 +3,11 @@ import json
 
 import pytest
 
-from engine.errors import InvalidRequest
-from engine.sim.traces import read_measured, read_trace
-from engine.sim.workload import InvalidWorkload, SimRequest, Workload, synthetic
+from engine.sim.requests import spec_of
+from workloads.arrivals import Arrival, Workload
+from workloads.errors import InvalidWorkload
+from workloads.mixes import synthetic
+from workloads.traces import read_measured, read_trace
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
@@ -54,13 +56,13 @@ def test_mooncake_arrivals_on_a_coarse_raster_are_spread_over_it(tmp_path):
 
 
 def test_prompts_without_hash_ids_share_nothing():
-    a, b = SimRequest(0, 0.0, 40, 1), SimRequest(1, 0.0, 40, 1)
+    a, b = Arrival(0, 0.0, 40, 1), Arrival(1, 0.0, 40, 1)
     assert len(a.prompt_token_ids()) == 40
     assert not set(a.prompt_token_ids()) & set(b.prompt_token_ids())
 
 
 def test_a_prompt_longer_than_its_hash_ids_ends_uniquely():
-    a, b = (SimRequest(i, 0.0, 20, 1, hash_ids=(3,), hash_block_tokens=16) for i in range(2))
+    a, b = (Arrival(i, 0.0, 20, 1, hash_ids=(3,), hash_block_tokens=16) for i in range(2))
     assert a.prompt_token_ids()[:16] == b.prompt_token_ids()[:16]
     assert not set(a.prompt_token_ids()[16:]) & set(b.prompt_token_ids()[16:])
 
@@ -68,8 +70,8 @@ def test_a_prompt_longer_than_its_hash_ids_ends_uniquely():
 def test_tenants_of_a_trace_do_not_share_prefixes(tmp_path):
     text = "arrival_s,client,prompt_tokens,output_tokens\n0.5,3,10,20\n1.5,4,11,21\n"
     first, second = read_trace(write(tmp_path / "t.csv", text)).requests
-    assert (first.tenant, first.spec().cache_salt) == ("client-3", "client-3")
-    assert second.spec().cache_salt == "client-4"
+    assert (first.tenant, spec_of(first).cache_salt) == ("client-3", "client-3")
+    assert spec_of(second).cache_salt == "client-4"
 
 
 def test_measured_runs_are_put_on_one_clock(tmp_path):
@@ -96,7 +98,7 @@ def test_what_is_no_trace_is_refused(tmp_path, text, trace_format):
 
 
 def test_outputs_are_forced_to_their_length():
-    sampling = SimRequest(0, 0.0, 10, 321).spec().sampling
+    sampling = spec_of(Arrival(0, 0.0, 10, 321)).sampling
     assert (sampling.max_tokens, sampling.ignore_eos) == (321, True)
 
 
@@ -117,7 +119,7 @@ def test_a_mix_keeps_its_rates_and_medians():
 
 
 def test_classes_are_drawn_in_their_shares_and_by_seed():
-    plain = Workload("w", tuple(SimRequest(i, float(i), 10, 10) for i in range(5000)))
+    plain = Workload("w", tuple(Arrival(i, float(i), 10, 10) for i in range(5000)))
     drawn = plain.with_classes({"interactive": 0.2, "batch": 0.8}, seed=3)
     assert sum(r.level == -10 for r in drawn.requests) / 5000 == pytest.approx(0.2, abs=0.02)
     assert {r.level for r in drawn.requests} == {-10, 10}
@@ -127,16 +129,16 @@ def test_classes_are_drawn_in_their_shares_and_by_seed():
 @pytest.mark.parametrize("shares", [{"interactive": 0.5}, {"interactive": 1.5, "batch": -0.5}, {}])
 def test_shares_that_are_no_shares_are_refused(shares):
     with pytest.raises(InvalidWorkload):
-        Workload("w", (SimRequest(0, 0.0, 1, 1),)).with_classes(shares, 0)
+        Workload("w", (Arrival(0, 0.0, 1, 1),)).with_classes(shares, 0)
 
 
 def test_an_unknown_class_is_refused():
-    with pytest.raises(InvalidRequest, match="must be one of"):
-        Workload("w", (SimRequest(0, 0.0, 1, 1),)).with_classes({"vip": 1.0}, 0)
+    with pytest.raises(InvalidWorkload, match="must be one of"):
+        Workload("w", (Arrival(0, 0.0, 1, 1),)).with_classes({"vip": 1.0}, 0)
 
 
 def test_workloads_are_cut_and_scaled():
-    whole = Workload("w", tuple(SimRequest(i, 2.0 * i, 10 * (i + 1), 1) for i in range(4)))
+    whole = Workload("w", tuple(Arrival(i, 2.0 * i, 10 * (i + 1), 1) for i in range(4)))
     assert [r.index for r in whole.limited(2).requests] == [0, 1]
     assert [r.arrival_s for r in whole.scaled(4.0).requests] == [0.0, 0.5, 1.0, 1.5]
     assert [r.index for r in whole.with_prompts_up_to(20).requests] == [0, 1]

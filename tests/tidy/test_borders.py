@@ -40,6 +40,12 @@ def test_the_process_that_computes_needs_no_tokenizer():
     assert not ({"tokenizers", "transformers", "grpc"} & loaded)
 
 
+def test_workloads_need_the_standard_library_alone():
+    names = ", ".join(f"workloads.{path.stem}" for path in (ROOT / "workloads").glob("[a-z]*.py"))
+    loaded = modules_after_importing(names) - modules_after_importing("sys")
+    assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names == {"workloads"}
+
+
 def test_kernels_package_is_inert():
     source = (ROOT / "kernels/__init__.py").read_text()
     assert not [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Import | ast.ImportFrom)]

@@ -32,7 +32,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {n for n in top if not n.endswith(".dist-info")} == {
-        "server", "engine", "kv", "kernels", "clients", "vorrang",
+        "server", "engine", "kv", "kernels", "clients", "workloads", "vorrang",
     }  # fmt: skip
     assert "vorrang/v1/generation_pb2.py" in names
     assert "kernels/cpu.cpp" in names

@@ -18,7 +18,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, cast
 
-from engine.sim.workload import InvalidWorkload, SimRequest, Workload, in_order
+from workloads.arrivals import Arrival, Workload, in_order
+from workloads.errors import InvalidWorkload
 
 #: Arrivals that are all multiples of at least this many milliseconds have been rounded.
 _ROUNDED_MS = 1000
@@ -108,12 +109,12 @@ def _format_of(path: Path) -> str:
     raise InvalidWorkload("workload", f"must be a trace in a known format ({', '.join(FORMATS)})", path)
 
 
-def _request(arrival_s: float, num_prompt: Any, num_output: Any, **more: Any) -> SimRequest:
+def _request(arrival_s: float, num_prompt: Any, num_output: Any, **more: Any) -> Arrival:
     # A request without output is still a forward pass; its one token is the least the engine can make.
-    return SimRequest(0, arrival_s, int(num_prompt), max(1, int(num_output)), **more)
+    return Arrival(0, arrival_s, int(num_prompt), max(1, int(num_output)), **more)
 
 
-def _azure(file: IO[str]) -> list[SimRequest]:
+def _azure(file: IO[str]) -> list[Arrival]:
     return [
         _request(
             # Seven fractional digits in the file, six in Python.
@@ -125,7 +126,7 @@ def _azure(file: IO[str]) -> list[SimRequest]:
     ]
 
 
-def _mooncake(file: IO[str]) -> list[SimRequest]:
+def _mooncake(file: IO[str]) -> list[Arrival]:
     rows = [json.loads(line) for line in file if line.strip()]
     times_s = _spread([row["timestamp"] for row in rows])
     return [
@@ -153,7 +154,7 @@ def _spread(times_ms: list[int]) -> list[float]:
     return list(spread())
 
 
-def _vtc(file: IO[str]) -> list[SimRequest]:
+def _vtc(file: IO[str]) -> list[Arrival]:
     return [
         _request(
             float(row["arrival_s"]),
@@ -165,12 +166,12 @@ def _vtc(file: IO[str]) -> list[SimRequest]:
     ]
 
 
-def _measured(file: IO[str]) -> list[SimRequest]:
+def _measured(file: IO[str]) -> list[Arrival]:
     rows = [json.loads(line) for line in file]
     return [_request(row["arrival_time"], row["input_toks"], row["output_toks"]) for row in rows]
 
 
-FORMATS: dict[str, Callable[[IO[str]], list[SimRequest]]] = {
+FORMATS: dict[str, Callable[[IO[str]], list[Arrival]]] = {
     "azure": _azure,
     "mooncake": _mooncake,
     "vtc": _vtc,
