@@ -20,6 +20,7 @@ COPY engine engine
 COPY server server
 COPY clients clients
 COPY workloads workloads
+COPY report report
 COPY protos protos
 # hadolint ignore=SC2086
 RUN python -m venv /opt/vorrang \

@@ -24,6 +24,10 @@ class RequestLook:
         age_s: seconds since it arrived.
         num_blocks: KV blocks it holds.
         label: the client's.
+        max_output_tokens: longest output it may have.
+        num_computed_tokens: tokens whose KV it holds.
+        num_known_tokens: prompt and output so far.
+        is_starved: whether it has waited longer than its class may.
     """
 
     request_id: RequestId
@@ -36,6 +40,10 @@ class RequestLook:
     age_s: float
     num_blocks: int
     label: str
+    max_output_tokens: int
+    num_computed_tokens: int
+    num_known_tokens: int
+    is_starved: bool
 
 
 @dataclass(slots=True)
@@ -94,4 +102,8 @@ def _look(request: Request, now: float) -> RequestLook:
         sum(times_s),
         len(request.block_table),
         request.spec.label,
+        request.spec.sampling.max_tokens,
+        request.num_committed_tokens,
+        len(request.token_ids),
+        request.is_starved,
     )

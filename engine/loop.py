@@ -57,6 +57,8 @@ class EngineStatistics:
         heartbeat_age_s: seconds since the loop last came round; meaningless while idle.
         num_runner_losses: times the runner died and all KV with it.
         last_resume_s: seconds from the last of them to the end of the next step; 0 = none yet.
+        num_computed_tokens: tokens computed so far, those of prompts and those computed again included.
+        num_output_tokens: output tokens produced so far.
     """
 
     num_alive: int
@@ -71,6 +73,8 @@ class EngineStatistics:
     heartbeat_age_s: float
     num_runner_losses: int = 0
     last_resume_s: float = 0.0
+    num_computed_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 class _Live:
@@ -154,6 +158,8 @@ class Engine:
         self._draining = False
         self._num_steps = 0
         self._num_preemptions = 0
+        self._num_computed_tokens = 0
+        self._num_output_tokens = 0
         self._last_step_s = 0.0
         self._step_ended = 0.0
         self._heartbeat = self._clock.now()
@@ -259,6 +265,8 @@ class Engine:
             heartbeat_age_s=self._clock.now() - self._heartbeat,
             num_runner_losses=self._num_losses,
             last_resume_s=self._last_resume_s,
+            num_computed_tokens=self._num_computed_tokens,
+            num_output_tokens=self._num_output_tokens,
         )
 
     def look(self) -> list[RequestLook]:
@@ -344,6 +352,7 @@ class Engine:
         now = self._clock.now()
         self._num_steps += 1
         self._last_step_s, self._step_ended = now - started, now
+        self._num_computed_tokens += sum(grant.num_tokens for grant in plan.grants)
         self._dispatch(self._scheduler.commit(plan, result, now))
         if self._observer is not None:
             self._observer.step_made(plan, self._last_step_s)
@@ -463,6 +472,7 @@ class Engine:
     def _deliver(self, live: _Live, event: TokensSampled) -> None:
         """Turn tokens into a delta; end the request when they hold a stop string or nobody reads."""
         now = self._clock.now()
+        self._num_output_tokens += len(event.token_ids)
         if live.first_token_at is None:
             live.first_token_at = now
         if self._observer is not None:

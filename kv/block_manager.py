@@ -168,12 +168,18 @@ class BlockManager:
         if num_full <= owner.num_confirmed_blocks:
             return
         extend_hashes(owner, num_full, self.block_size)
-        for position in range(owner.num_confirmed_blocks, num_full):
-            block, block_hash = owner.block_table[position], owner.block_hashes[position]
-            self._hashes[block] = block_hash
-            self._rank[block] = owner.cache_rank
-            self._index.add(block_hash, block)
-            self._forget_pending(owner, block_hash)
+        hashes, ranks, rank, add, pending = (
+            self._hashes, self._rank, owner.cache_rank, self._index.add, self._pending,
+        )  # fmt: skip
+        first = owner.num_confirmed_blocks
+        for block, block_hash in zip(
+            owner.block_table[first:num_full], owner.block_hashes[first:num_full], strict=True
+        ):
+            hashes[block] = block_hash
+            ranks[block] = rank
+            add(block_hash, block)
+            if pending.get(block_hash) is owner:
+                del pending[block_hash]
         owner.num_confirmed_blocks = num_full
 
     def free(self, owner: KvOwner) -> int:
@@ -240,15 +246,17 @@ class BlockManager:
         if num_missing <= 0:
             return
         self.num_free_blocks -= num_missing
+        hashes, references = self._hashes, self._references
         for free in self._free:
-            for block in free.pop_some(num_missing):
-                block_hash = self._hashes[block]
+            taken = free.pop_some(num_missing)
+            for block in taken:
+                block_hash = hashes[block]
                 if block_hash is not None:
                     self._index.remove(block_hash, block)
-                    self._hashes[block] = None
-                self._references[block] = 1
-                table.append(block)
-                num_missing -= 1
+                    hashes[block] = None
+                references[block] = 1
+            table += taken
+            num_missing -= len(taken)
             if not num_missing:
                 return
 

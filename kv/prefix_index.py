@@ -52,9 +52,13 @@ def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
     """Make ``owner.block_hashes`` at least ``num_blocks`` long; its tokens must fill that many blocks."""
     hashes = owner.block_hashes
     assert num_blocks * block_size <= len(owner.token_ids)
+    if num_blocks <= len(hashes):
+        return
     parent = hashes[-1] if hashes else hashlib.sha256(owner.cache_salt.encode()).digest()
-    for index in range(len(hashes), num_blocks):
-        parent = hash_block(parent, owner.token_ids[index * block_size : (index + 1) * block_size])
+    tokens = array("I", owner.token_ids[len(hashes) * block_size : num_blocks * block_size])
+    content, num_bytes, sha256 = tokens.tobytes(), tokens.itemsize * block_size, hashlib.sha256
+    for start in range(0, len(content), num_bytes):  # ``hash_block`` of each, without a list of its own
+        parent = sha256(parent + content[start : start + num_bytes]).digest()
         hashes.append(parent)
 
 

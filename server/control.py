@@ -116,6 +116,11 @@ class ControlService:
             last_step=convert.duration(now.last_step_s),
             num_steps=now.num_steps,
             draining=engine.is_draining,
+            num_computed_tokens=now.num_computed_tokens,
+            num_output_tokens=now.num_output_tokens,
+            num_preemptions=now.num_preemptions,
+            num_seats=engine.config.max_running_requests,
+            num_runner_losses=now.num_runner_losses,
         )
 
     async def list_requests(self, request: pb.ListRequestsRequest, _: Any) -> pb.ListRequestsResponse:
@@ -213,6 +218,10 @@ class ControlService:
             age=convert.duration(look.age_s),
             num_blocks=look.num_blocks,
             label=look.label,
+            max_output_tokens=look.max_output_tokens,
+            num_computed_tokens=look.num_computed_tokens,
+            num_known_tokens=look.num_known_tokens,
+            starved=look.is_starved,
         )
 
 

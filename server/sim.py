@@ -6,7 +6,7 @@ setting or a damaged file.
 
 import logging
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -34,14 +34,13 @@ from engine.sim.metrics import Report, report
 from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
 from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
+from server.sim_options import EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_report import report as report_command
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
-from workloads.mixes import MIXES, synthetic
+from workloads.sources import TRACE_CLASSES, is_trace, workload_from
 from workloads.statistics import TARGETS, parse_target
-from workloads.traces import FORMATS, read_trace
-
-EXIT_DIFFERENT = 1
-EXIT_USAGE = 2
+from workloads.traces import FORMATS
 
 app = typer.Typer(
     name="sim",
@@ -59,7 +58,7 @@ def _root() -> None:
 
 @app.command()
 def run(
-    workload: Annotated[str, typer.Argument(help=f"A trace file, or a made-up mix: {', '.join(MIXES)}.")],
+    workload: Annotated[str, typer.Argument(help=WORKLOAD_HELP)],
     profile: Annotated[str, typer.Option(help=f"Hardware: {', '.join(PROFILES)}.")] = "rtx4090",
     policy: Annotated[str, typer.Option(help="Order of requests.")] = "priority",
     discipline: Annotated[str | None, typer.Option(help="How a step is filled.")] = None,
@@ -84,7 +83,9 @@ def run(
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     scale: Annotated[float, typer.Option(help="Multiplies the arrival rate.")] = 1.0,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Drop longer prompts.")] = None,
-    duration: Annotated[float, typer.Option(min=1.0, help="Seconds of arrivals of a made-up mix.")] = 600.0,
+    duration: Annotated[
+        float | None, typer.Option(min=1.0, help="Seconds of arrivals; default: all of them, of a mix 600.")
+    ] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: the profile's.")] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Goal of a class, CLASS=TTFT_S/TPOT_S; repeatable.")
@@ -120,6 +121,9 @@ def run(
         raise typer.Exit(EXIT_USAGE) from None
     title = f"{arrivals.name}: {len(arrivals.requests):,} requests on {hardware.description}"
     _show(console, title, reports, json_path)
+
+
+app.command(name="report")(report_command)
 
 
 @app.command()
@@ -179,17 +183,14 @@ def _workload(
     limit: int | None,
     scale: float,
     max_prompt_tokens: int | None,
-    duration_s: float,
+    duration_s: float | None,
     seed: int,
     console: Console,
 ) -> Workload:
-    path = Path(source)
-    if path.is_file():
-        arrivals = read_trace(path, trace_format)
-        shares = {"interactive": 0.2, "batch": 0.8} if classes is None else _shares(classes)
-    else:
-        arrivals = synthetic(source, duration_s=duration_s, seed=seed)
-        shares = {} if classes is None else _shares(classes)
+    arrivals = workload_from(source, seed=seed, duration_s=duration_s, trace_format=trace_format)
+    shares = TRACE_CLASSES if classes is None and is_trace(source) else {}
+    if classes is not None:
+        shares = parse_shares(classes)
     if max_prompt_tokens is not None:
         num_before = len(arrivals.requests)
         arrivals = arrivals.with_prompts_up_to(max_prompt_tokens)
@@ -204,14 +205,6 @@ def _workload(
     if shares:
         arrivals = arrivals.with_classes(shares, seed)
     return arrivals if tenants is None else arrivals.with_tenants(tenants, seed)
-
-
-def _shares(text: str) -> Mapping[str, float]:
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        return {name: float(share) for name, share in pairs}
-    except ValueError:
-        raise InvalidRequest("classes", "must be CLASS=SHARE,...", text) from None
 
 
 def _simulate(

@@ -87,6 +87,26 @@ class Workload:
     name: str
     requests: tuple[Arrival, ...]
 
+    @property
+    def mean_rate_rps(self) -> float:
+        """Arrivals a second from the start to the last one.
+
+        Raises:
+            InvalidWorkload: all arrive at the start, so there is no rate.
+        """
+        last_s = self.requests[-1].arrival_s if self.requests else 0.0
+        if last_s <= 0:
+            raise InvalidWorkload("rate", "needs a workload whose requests arrive over time", self.name)
+        return len(self.requests) / last_s
+
+    def at_rate(self, rate_rps: float) -> "Workload":
+        """The same requests, ``rate_rps`` of them a second in the mean.
+
+        Raises:
+            InvalidWorkload: the rate is not positive, or there is none to scale.
+        """
+        return self.scaled(rate_rps / self.mean_rate_rps)
+
     def limited(self, num_requests: int) -> "Workload":
         """The first ``num_requests`` of it."""
         return dataclasses.replace(self, requests=self.requests[:num_requests])
@@ -135,8 +155,8 @@ class Workload:
         return dataclasses.replace(self, requests=tuple(map(change, self.requests)))
 
 
-def in_order(name: str, requests: Sequence[Arrival]) -> Workload:
-    """A workload of requests in any order: sorted by arrival, shifted to start at 0, numbered anew.
+def in_order(name: str, requests: Sequence[Arrival], *, shift: bool = True) -> Workload:
+    """A workload of requests in any order: sorted by arrival and numbered anew, from 0 s on if ``shift``.
 
     Raises:
         InvalidWorkload: there are none.
@@ -144,7 +164,7 @@ def in_order(name: str, requests: Sequence[Arrival]) -> Workload:
     if not requests:
         raise InvalidWorkload("workload", "must hold a request", name)
     ordered = sorted(requests, key=lambda request: request.arrival_s)
-    start = ordered[0].arrival_s
+    start = ordered[0].arrival_s if shift else 0.0
     return Workload(
         name,
         tuple(

@@ -18,3 +18,7 @@ class InvalidWorkload(Exception):
         self.field = field
         self.rule = rule
         self.value = value
+
+    def __reduce__(self) -> tuple[type["InvalidWorkload"], tuple[str, str, object]]:
+        """So that it may be raised in another process."""
+        return type(self), (self.field, self.rule, self.value)

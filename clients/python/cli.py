@@ -1,32 +1,23 @@
-"""``vorrangctl``: the command line of the client.
+"""``vorrangctl``: the command line of the client. Exit codes: see ``command``."""
 
-Exit codes: 0 success, 1 the request, the server or the demo failed, 2 wrong
-usage or a refused field, 130 Ctrl-C.
-"""
-
-import asyncio
 import getpass
-import os
 import sys
-from collections.abc import Coroutine
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from clients.python import admin
 from clients.python.auth import hash_token
+from clients.python.bench_cli import bench
 from clients.python.chat import Conversation, converse
 from clients.python.client import VorrangClient
+from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
 from clients.python.demo import DemoOptions, run_demo
-from clients.python.demo_server import ServerDied
-from clients.python.errors import InvalidRequest, VorrangError
 from clients.python.events import Delta, Result
+from clients.python.load_cli import load
 from clients.python.request import RequestOptions
-
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+from clients.python.top import top
 
 main = typer.Typer(
     name="vorrangctl",
@@ -38,11 +29,11 @@ main = typer.Typer(
 
 auth_app = typer.Typer(help="Bearer tokens.", no_args_is_help=True)
 main.add_typer(auth_app, name="auth")
+main.add_typer(admin.app)
+main.command()(top)
+main.command()(load)
+main.command()(bench)
 
-Target = Annotated[
-    str, typer.Option("--target", envvar="VORRANG_TARGET", help="Address of the server, as HOST:PORT.")
-]
-DEFAULT_TARGET = "127.0.0.1:50051"
 PriorityName = Annotated[
     str | None,
     typer.Option("--priority", help="interactive, standard, batch or a level -100..100 (low = urgent)."),
@@ -90,7 +81,7 @@ def generate(
     if chat or system:
         turns = [{"role": "system", "content": system}] if system else []
         options["messages"] = [*turns, {"role": "user", "content": prompt}]
-    _run(_generate(target, None if "messages" in options else prompt, options, timeout))
+    run(_generate(target, None if "messages" in options else prompt, options, timeout))
 
 
 async def _generate(
@@ -139,7 +130,7 @@ def chat(
     conversation = Conversation(
         system=system, priority=priority, max_tokens=max_tokens, temperature=temperature
     )
-    with _expected_failures():
+    with expected_failures():
         converse(target, conversation)
 
 
@@ -171,7 +162,7 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
-    held = _run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
+    held = run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
 
 
@@ -179,46 +170,8 @@ def demo(
 def auth_hash_token() -> None:
     """Read a bearer token from standard input, or ask for it, and print its hash for a server's settings."""
     token = getpass.getpass("token: ") if sys.stdin.isatty() else sys.stdin.read()
-    with _expected_failures():
+    with expected_failures():
         print(hash_token(token.rstrip("\r\n")))  # noqa: T201
-
-
-class _expected_failures:  # noqa: N801  # Reads as a statement where it is used.
-    """Turns failures a user must expect into one line and an exit code."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        match error:
-            case InvalidRequest():
-                details = [f"{v.field}: {v.description}" for v in error.violations]
-                _exit("; ".join(details) or str(error), EXIT_USAGE, error)
-            case VorrangError() | ServerDied():
-                _exit(str(error), EXIT_FAILED, error)
-            case TimeoutError():
-                _exit("took too long", EXIT_FAILED, error)
-            case ValueError():
-                _exit(str(error), EXIT_USAGE, error)
-            case BrokenPipeError():
-                # Whoever read the output has gone; keep the interpreter from trying again at exit.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-                raise typer.Exit(EXIT_FAILED) from error
-            case KeyboardInterrupt():
-                _exit("interrupted", EXIT_INTERRUPTED, error)
-            case asyncio.CancelledError():
-                _exit("terminated", EXIT_TERMINATED, error)
-
-
-def _exit(message: str, code: int, error: BaseException) -> None:
-    sys.stderr.write(f"vorrangctl: {message}\n")
-    raise typer.Exit(code) from error
-
-
-def _run(work: Coroutine[Any, Any, Any]) -> Any:
-    """Run ``work`` to its end; Ctrl-C cancels it, which cancels its requests on the server."""
-    with _expected_failures():
-        return asyncio.run(work)
 
 
 if __name__ == "__main__":

@@ -5,11 +5,11 @@ real time; in an ordinary one it is a stand-in for a device, step for step.
 """
 
 import asyncio
-import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import cast
 
 from engine.runner.base import ModelInfo, PoolShape
-from engine.scheduler.plan import Plan, StepResult
+from engine.scheduler.plan import Granted, Plan, StepResult
 from engine.sim.profiles import HardwareProfile, StepSize
 from engine.text import ChatMessage, StreamDecoder
 
@@ -20,23 +20,20 @@ CONTEXT_TOKENS = 131_072
 
 def size_of(plan: Plan) -> StepSize:
     """What a plan has to do, in the cost model's terms."""
-    num_tokens = num_kv_tokens = num_pairs = num_decode_kv_tokens = 0
-    for grant in plan.grants:
-        num_granted = grant.num_tokens
-        context = grant.start + num_granted
+    num_tokens = num_kv_tokens = num_pairs = num_chunk_kv_tokens = 0
+    for _, start, num_granted, _, _ in plan.grants:  # members without names: half the time
         num_tokens += num_granted
-        num_kv_tokens += context
-        if num_granted == 1:
-            num_decode_kv_tokens += context
-        else:  # token i of the chunk attends to start + i + 1 tokens
-            num_pairs += num_granted * grant.start + num_granted * (num_granted + 1) // 2
-    num_mixed = num_decode_kv_tokens if num_pairs else 0
+        num_kv_tokens += start + num_granted
+        if num_granted != 1:  # token i of the chunk attends to start + i + 1 tokens
+            num_chunk_kv_tokens += start + num_granted
+            num_pairs += num_granted * start + num_granted * (num_granted + 1) // 2
+    num_mixed = num_kv_tokens - num_chunk_kv_tokens if num_pairs else 0
     return StepSize(num_tokens, len(plan.grants), num_kv_tokens, num_pairs, num_mixed)
 
 
-def output_token(request_id: str, output_index: int) -> int:
-    """The token the simulated model says: a fixed function of request and index."""
-    return zlib.crc32(request_id.encode(), output_index) % VOCAB_SIZE
+def output_tokens(request_id: str, first_index: int, num_tokens: int) -> range:
+    """The tokens the simulated model says: it counts, whoever asks."""
+    return range(first_index, first_index + num_tokens)
 
 
 class SimulatedRunner:
@@ -85,15 +82,14 @@ class SimulatedRunner:
         """What the plan costs, in seconds."""
         return self._profile.step_s(size_of(plan))
 
+    def decodes_s(self, num_requests: int, num_kv_tokens: int) -> Iterator[float]:
+        """What plans of the same decodes cost, one after the other; the first reads so much KV."""
+        return self._profile.decodes_s(num_requests, num_kv_tokens)
+
     def run(self, plan: Plan) -> StepResult:
         """The plan's outcome, without its cost."""
-        return StepResult(
-            {
-                grant.request_id: output_token(grant.request_id, grant.output_index)
-                for grant in plan.grants
-                if grant.output_index is not None
-            }
-        )
+        grants = cast("Sequence[tuple[Granted, int, int, object, int | None]]", plan.grants)
+        return StepResult({request.request_id: i for request, _, _, _, i in grants if i is not None})
 
 
 class SimulatedTokenizer:

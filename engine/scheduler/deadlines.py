@@ -1,6 +1,7 @@
 """When requests run out of time, at a cost that follows the number that do."""
 
 import heapq
+import math
 from collections.abc import Mapping
 
 from engine.request import Request, RequestId
@@ -20,6 +21,11 @@ class Deadlines:
     def num_entries(self) -> int:
         """Entries in the heaps, those of ended requests included."""
         return len(self._queue) + len(self._total)
+
+    @property
+    def next_due(self) -> float:
+        """The earliest deadline; until then nobody expires."""
+        return min((heap[0][0] for heap in (self._queue, self._total) if heap), default=math.inf)
 
     def add(self, request: Request) -> None:
         """Watch a new request."""

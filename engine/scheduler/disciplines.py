@@ -25,6 +25,10 @@ class Discipline(Protocol):
         """Grant tokens, admit, preempt; all of it written into ``draft``."""
         ...
 
+    def repeated(self, num_steps: int) -> None:
+        """So many steps of decodes alone followed one of these, and were not filled one by one."""
+        ...
+
 
 DISCIPLINES: dict[str, type[Discipline]] = {d.name: d for d in (Unified, PrefillFirst, Static)}
 

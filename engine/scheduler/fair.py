@@ -63,10 +63,11 @@ class FairPolicy(PriorityPolicy):
         if request.num_preemptions == 0:
             self._charge(request, PROMPT_TOKEN_COST * (request.num_prompt_tokens - num_cached_tokens))
 
-    def produced(self, requests: Iterable[Request]) -> None:
-        """Charge an output token each."""
+    def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
+        """Charge output tokens, one after the other: sums of fractions depend on how they are made."""
         for request in requests:
-            self._charge(request, OUTPUT_TOKEN_COST)
+            for _ in range(num_tokens):
+                self._charge(request, OUTPUT_TOKEN_COST)
 
     def left(self, request: Request) -> None:
         """Forget a tenant that has nothing alive, but not how far service had come."""

@@ -103,8 +103,8 @@ class Policy(Protocol):
         """A request got a seat, and ``num_cached_tokens`` from the prefix cache."""
         ...
 
-    def produced(self, requests: Iterable[Request]) -> None:
-        """Each of these requests produced an output token."""
+    def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
+        """Each of these requests produced so many output tokens."""
         ...
 
     def left(self, request: Request) -> None:
@@ -141,7 +141,7 @@ class _StaticPolicy:
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """Nothing to remember."""
 
-    def produced(self, requests: Iterable[Request]) -> None:
+    def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
         """Nothing to remember."""
 
     def left(self, request: Request) -> None:

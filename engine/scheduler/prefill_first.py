@@ -141,6 +141,14 @@ class PrefillFirst:
         if draft.is_empty and not decode_comes_first:
             self._decode(state, draft, admission)
 
+    def repeated(self, num_steps: int) -> None:
+        """The ratio falls in each of them."""
+        assert self._decoded_last
+        for _ in range(num_steps):
+            if self.ratio.value == self.ratio.floor:
+                break
+            self.ratio.decode()
+
     def _decode_is_due(self, state: SchedulerState, draft: StepDraft, starved: Collection[Request]) -> bool:
         """Whether decodes may not wait for one more prefill step; never twice in a row.
 

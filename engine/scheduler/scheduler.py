@@ -25,6 +25,7 @@ from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.scheduler.quarantine import Quarantine
 from engine.scheduler.state import SchedulerState
+from engine.scheduler.stretch import NO_STRETCH, Sample, Stretch, pass_stretch, stretch_of
 from kv.block_manager import BlockManager
 
 _new_tuple = tuple.__new__  # a named tuple's own constructor takes twice the time
@@ -60,6 +61,8 @@ class Scheduler:
         self._uncommitted = UncommittedPlans()
         self._num_arrivals = 0
         self._step = 0
+        self._plain: Plan | None = None  # the last plan, if it held decodes alone and decided nothing
+        self._quiet: Plan | None = None  # the same once it is committed, until anything happens
 
     @property
     def num_running(self) -> int:
@@ -141,6 +144,7 @@ class Scheduler:
             QueueFull, TenantQuotaExceeded: it would break a limit of the queue.
         """
         self.check(spec)
+        self._plain = self._quiet = None
         assert spec.request_id not in self._state.requests
         self._state.limits.check_tenant(spec)
         request = Request(spec, self._num_arrivals, now)
@@ -179,6 +183,7 @@ class Scheduler:
         in flight samples for a request that ends now is dropped; of one that is
         preempted or parked it is kept.
         """
+        self._plain = self._quiet = None
         if isinstance(command, LoseKv):
             return self._lose_kv(command, now)
         request = self._state.requests.get(command.request_id)
@@ -234,6 +239,8 @@ class Scheduler:
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
         plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
+        self._plain = plan if not (draft.granted or draft.events or self._quarantine) else None
+        self._quiet = None
         self._uncommitted.planned(plan)
         return plan
 
@@ -253,9 +260,33 @@ class Scheduler:
         self.policy.produced(booked.producers)
         if self._quarantine:
             self._quarantine.release(plan, self._state)
+        if plan is self._plain and not (is_late or booked.ended or result.failures):
+            self._quiet = plan
         for request in booked.ended:
             booked.events.extend(self._end(request, now))
         return booked.events
+
+    def stretch(self) -> Stretch:
+        """Steps that may be made at once from here, after a commit; see ``engine.scheduler.stretch``."""
+        if self._quiet is None:
+            return NO_STRETCH
+        stretch = stretch_of(self._state, self._quiet.gate)
+        until = min(stretch.until, self._deadlines.next_due)
+        return Stretch(stretch.requests, stretch.num_steps, until) if stretch.num_steps else stretch
+
+    def pass_stretch(self, num_steps: int, planned_at: float, sample: Sample) -> None:
+        """Make so many steps of the stretch at once; there are no events but the tokens.
+
+        Args:
+            num_steps: at most those of ``stretch``, which must just have been asked for.
+            planned_at: when the last of them was planned, before the stretch's end.
+            sample: what the model says.
+        """
+        assert self._quiet is not None
+        pass_stretch(self._state, num_steps, planned_at, sample)
+        self._step += num_steps
+        self.policy.produced(self._state.decoding, num_steps)
+        self._discipline.repeated(num_steps)
 
     def _book(
         self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked

@@ -5,6 +5,7 @@ first, and who was admitted to that share is never evicted.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Collection, Iterable
 
 from sortedcontainers import SortedDict
@@ -38,6 +39,11 @@ class StarvationWatch:
         if not request.is_starved:
             self._watched[request.request_id] = request
             heapq.heappush(self._due, (self._deadline(request), request.arrival_seq, request.request_id))
+
+    @property
+    def next_due(self) -> float:
+        """When the next request is looked at; until then an update changes nothing."""
+        return self._due[0][0] if self._due else math.inf
 
     @property
     def num_entries(self) -> int:

@@ -32,3 +32,6 @@ class Static:
             draft.grant_chunk(request, state.config.max_chunk_tokens)
         if draft.is_empty:
             draft.decode(state.decoding)  # their blocks were taken when they were admitted
+
+    def repeated(self, num_steps: int) -> None:
+        """It remembers nothing."""

@@ -25,6 +25,11 @@ class TenantSeats:
         self._num_requests: Counter[str] = Counter()
         self._num_tokens: Counter[str] = Counter()
 
+    @property
+    def has_limits(self) -> bool:
+        """Whether any tenant is held to one."""
+        return bool(self._limits)
+
     def check(self, spec: RequestSpec, num_tokens_max: int) -> None:
         """Refuse what could never run under its tenant's limit.
 

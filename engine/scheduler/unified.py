@@ -28,3 +28,6 @@ class Unified:
         admission.let_decodes_grow()
         grant_decodes(state, draft)
         PrefillPass(state, draft, admission).run(starved)
+
+    def repeated(self, num_steps: int) -> None:
+        """It remembers nothing."""

@@ -10,7 +10,7 @@ neither plans nor time. docs/SIMULATOR.md says how the constants were found.
 """
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
@@ -89,6 +89,13 @@ class HardwareProfile:
         attention_ns = self.attention_pair_ns * size.num_attention_pairs
         return (self.overhead_ms + dense_ms + sequences_ms) / 1e3 + kv_us / 1e6 + attention_ns / 1e9
 
+    def decodes_s(self, num_sequences: int, num_kv_tokens: int) -> Iterator[float]:
+        """Durations of steps of the same decodes, one after the other; the first reads so much KV."""
+        fixed_s = self.step_s(StepSize(num_sequences, num_sequences, 0))
+        while True:
+            yield fixed_s + self.kv_token_us * num_kv_tokens / 1e6
+            num_kv_tokens += num_sequences
+
 
 def _interpolate(points: Sequence[tuple[int, float]], x: int) -> float:
     """Linear between points, constant outside them, 0 without any."""
@@ -157,6 +164,13 @@ _TABLE = (
 )
 
 PROFILES: dict[str, HardwareProfile] = {profile.name: profile for profile in _TABLE}
+
+
+def fixed_step(step_s: float, num_blocks: int) -> HardwareProfile:
+    """A device on which every step takes the same time, such as the scripted runner's."""
+    return HardwareProfile(
+        "fixed", f"every step takes {step_s * 1e3:g} ms", step_s * 1e3, 0.0, 0.0, 0.0, num_blocks, "made up"
+    )
 
 
 def profile_named(name: str) -> HardwareProfile:

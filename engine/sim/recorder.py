@@ -1,8 +1,10 @@
 """Books what happens in a simulation, event by event and step by step. Judges nothing."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import cast
 
 from engine.errors import VorrangError
 from engine.events import (
@@ -17,9 +19,11 @@ from engine.events import (
     TokensSampled,
 )
 from engine.request import PreemptReason
-from engine.scheduler.plan import Plan
+from engine.scheduler.plan import Granted, Plan
+from engine.scheduler.stretch import Stretch
 from workloads.arrivals import Arrival
-from workloads.records import RequestRecord
+from workloads.classes import class_of
+from workloads.records import RequestRecord, Sample
 
 
 @dataclass(slots=True)
@@ -38,6 +42,7 @@ class Recording:
         num_inversions: prefill grants (an admission is one) to a request while a strictly
             more urgent one waited.
         inversion_s: time during which a request computed while a strictly more urgent one waited.
+        samples: the scheduler's state now and then, when that was asked for.
         failures: the errors of requests that were refused or failed, by request id.
     """
 
@@ -52,6 +57,7 @@ class Recording:
     num_inversions: int = 0
     inversion_s: float = 0.0
     failures: dict[str, VorrangError] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)
 
 
 class Recorder:
@@ -78,15 +84,26 @@ class Recorder:
 
     def happened(self, events: Iterable[SchedulerEvent | RequestEvent], now: float) -> None:
         """Events of requests, of the scheduler or of their handles."""
+        records = self.recording.records
         for event in events:
-            record = self.recording.records[event.request_id]
-            if isinstance(event, TokensSampled | Delta):
+            record = records[event.request_id]
+            if isinstance(event, TokensSampled):
+                # What ``got_tokens`` does, without a call: there is one of these for every token.
+                record.num_output_tokens += len(event.token_ids)
+                last_s = record.last_token_s
+                record.last_token_s = now
+                if last_s is None:
+                    record.first_token_s = now
+                elif now - last_s > record.longest_stall_s:
+                    record.longest_stall_s = now - last_s
+            elif isinstance(event, Delta):
                 record.got_tokens(len(event.token_ids), now)
             elif isinstance(event, Started | Resumed):
                 self._waits(record, waits=False)
                 if isinstance(event, Started):
                     self._started(record, event.num_cached_tokens, now)
             elif isinstance(event, Preempted):
+                self._lost(record)
                 self._waits(record, waits=True)
                 record.num_preemptions += 1
                 self.recording.preemptions[event.reason] += 1
@@ -104,23 +121,76 @@ class Recorder:
         recording.num_steps += 1
         recording.busy_s += end_s - start_s
         recording.end_s = end_s
-        most_urgent_waiting = min((level for level, n in self._waiting.items() if n), default=None)
+        waiting = self._most_urgent_waiting()
         inverted = False
-        for grant in plan.grants:
-            num_tokens = grant.num_tokens
+        grants = cast("Sequence[tuple[Granted, int, int, object, int | None]]", plan.grants)
+        for request, start, num_tokens, _, output_index in grants:
             recording.num_computed_tokens += num_tokens
-            reached = self._reached[grant.request_id]
-            end = grant.start + num_tokens
-            if grant.start < reached:
-                num_recomputed = min(reached, end) - grant.start
-                recording.num_recomputed_tokens += num_recomputed
-                recording.records[grant.request_id].num_recomputed_tokens += num_recomputed
-            if end > reached:
-                self._reached[grant.request_id] = end
-            if most_urgent_waiting is not None and most_urgent_waiting < grant.level:
+            is_prefill = num_tokens > 1 or not output_index
+            if is_prefill:  # a decode computes what nobody can have computed before
+                self._prefilled(request.request_id, start, num_tokens)
+            if waiting is not None and waiting < request.level:
                 inverted = True
-                recording.num_inversions += num_tokens > 1 or not grant.output_index
+                recording.num_inversions += is_prefill
         recording.inversion_s += (end_s - start_s) * inverted
+
+    def stretched(self, stretch: Stretch, starts_and_ends: Sequence[float]) -> None:
+        """Steps that were made at once, each of which gave everybody in it a token.
+
+        Args:
+            stretch: who.
+            starts_and_ends: when the first began and each of them ended.
+        """
+        recording = self.recording
+        requests, num_steps = stretch.requests, len(starts_and_ends) - 1
+        durations = [end - start for start, end in pairwise(starts_and_ends)]
+        waiting = self._most_urgent_waiting()
+        inverted = waiting is not None and any(waiting < request.level for request in requests)
+        for duration_s in durations:
+            recording.busy_s += duration_s
+            recording.inversion_s += duration_s * inverted
+        recording.num_steps += num_steps
+        recording.num_computed_tokens += num_steps * len(requests)
+        recording.end_s = end_s = starts_and_ends[-1]
+        longest_s = max(durations)
+        for request in requests:
+            record = recording.records[request.request_id]
+            record.num_output_tokens += num_steps
+            record.last_token_s = end_s
+            if longest_s > record.longest_stall_s:
+                record.longest_stall_s = longest_s
+
+    def sample(self, now: float, num_running: int, kv_use: float) -> None:
+        """Keep the state of the scheduler at one moment."""
+        by_class: Counter[str] = Counter()
+        for level, num_waiting in self._waiting.items():
+            by_class[class_of(level)] += num_waiting
+        recording = self.recording
+        recording.samples.append(
+            Sample(
+                now, num_running, len(self._without_seat), kv_use, recording.preemptions.total(),
+                recording.num_recomputed_tokens, dict(by_class),
+            )
+        )  # fmt: skip
+
+    def _most_urgent_waiting(self) -> int | None:
+        return min((level for level, n in self._waiting.items() if n), default=None)
+
+    def _prefilled(self, request_id: str, start: int, num_tokens: int) -> None:
+        reached, end = self._reached[request_id], start + num_tokens
+        if start < reached:
+            num_recomputed = min(reached, end) - start
+            self.recording.num_recomputed_tokens += num_recomputed
+            self.recording.records[request_id].num_recomputed_tokens += num_recomputed
+        if end > reached:
+            self._reached[request_id] = end
+
+    def _lost(self, record: RequestRecord) -> None:
+        """Its blocks are gone: it had computed all but the last of its output tokens, if it had any."""
+        if record.num_output_tokens:
+            request = record.request
+            num_decoded = request.num_prompt_tokens + record.num_output_tokens - 1
+            self._reached[request.request_id] = max(self._reached[request.request_id], num_decoded)
 
     def _started(self, record: RequestRecord, num_cached_tokens: int, now: float) -> None:
         self.recording.num_cached_tokens += num_cached_tokens

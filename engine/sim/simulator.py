@@ -11,16 +11,18 @@ step that is under way is never disturbed.
 """
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 
 from engine.clock import Clock
 from engine.errors import InternalError, VorrangError
 from engine.handle import RequestHandle
 from engine.loop import Engine
 from engine.runner.base import ModelInfo, PoolShape
-from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer
+from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer, output_tokens
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -65,6 +67,8 @@ def simulate(
     on_progress: Callable[[Progress], None] | None = None,
     check_integrity: bool = False,
     decisions: DecisionSink | None = None,
+    step_by_step: bool = False,
+    sample_every_s: float = math.inf,
 ) -> Recording:
     """Run a workload through the scheduler.
 
@@ -78,9 +82,13 @@ def simulate(
             scheduling); here that delays arrivals only, to the step after next.
         enable_prefix_cache: whether freed blocks stay findable.
         on_plan: sees every plan.
-        on_progress: called every 1,024 steps.
+        on_progress: called about every 1,024 steps.
         check_integrity: recount everything after every step.
         decisions: is told of every call that drives the scheduler.
+        step_by_step: plan every step. Otherwise steps in which nothing but decoding can happen
+            are made at once (``engine.scheduler.stretch``), with the same outcome; never
+            when plans are watched, recorded or made ahead.
+        sample_every_s: virtual seconds between two samples of the scheduler's state, at least.
 
     Raises:
         SimulationStuck: nothing can happen any more.
@@ -92,9 +100,12 @@ def simulate(
         Scheduler(config, blocks) if decisions is None else RecordingScheduler(config, blocks, decisions)
     )
     recorder = Recorder()
+    at_once = not (step_by_step or plans_ahead or on_plan or decisions)
     coming = deque(workload.requests)
     planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
     now = 0.0
+    next_progress = 1024
+    next_sample_s = 0.0 if math.isfinite(sample_every_s) else math.inf
     while coming or scheduler.has_requests:
         planned_at.append(now)
         seen_until = planned_at[0] if scheduler.has_requests else now
@@ -124,10 +135,37 @@ def simulate(
         recorder.happened(scheduler.commit(plan, runner.run(plan), now), now)
         if check_integrity:
             scheduler.check_integrity()
-        if on_progress is not None and recorder.recording.num_steps % 1024 == 0:
+        if at_once:
+            now = _pass_stretch(scheduler, runner, recorder, now, coming[0].arrival_s if coming else math.inf)
+        if now >= next_sample_s:
+            next_sample_s = now + sample_every_s
+            recorder.sample(now, scheduler.num_running, 1 - blocks.num_free_blocks / blocks.num_blocks)
+        if on_progress is not None and recorder.recording.num_steps >= next_progress:
+            next_progress = recorder.recording.num_steps + 1024
             num_alive = scheduler.num_running + scheduler.num_waiting
             on_progress(Progress(now, len(workload.requests) - len(coming), num_alive))
     return recorder.recording
+
+
+def _pass_stretch(
+    scheduler: Scheduler, runner: SimulatedRunner, recorder: Recorder, now: float, next_arrival_s: float
+) -> float:
+    """Make the steps at once that must be alike, up to the next arrival; returns the time after them."""
+    stretch = scheduler.stretch()
+    until = min(stretch.until, next_arrival_s)
+    if stretch.num_steps < 2 or now >= until:
+        return now
+    requests = stretch.requests
+    num_kv_tokens = sum([request.num_computed_tokens for request in requests]) + len(requests)
+    times = [now]
+    for duration_s in islice(runner.decodes_s(len(requests), num_kv_tokens), stretch.num_steps):
+        if now >= until:
+            break
+        now += duration_s
+        times.append(now)
+    recorder.stretched(stretch, times)
+    scheduler.pass_stretch(len(times) - 1, times[-2], output_tokens)
+    return now
 
 
 def simulate_engine(

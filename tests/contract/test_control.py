@@ -33,6 +33,11 @@ async def test_load_is_by_class_and_counts_steps(channel: Any) -> None:
     assert after.num_steps >= before.num_steps + 3
     assert not after.draining
     assert after.last_step.ToNanoseconds() > 0
+    assert after.num_output_tokens >= before.num_output_tokens + 3
+    computed = after.num_computed_tokens - before.num_computed_tokens
+    assert computed >= after.num_output_tokens - before.num_output_tokens + 1
+    assert after.num_preemptions >= before.num_preemptions
+    assert after.num_free_seats <= after.num_seats == (await info(channel)).max_running_requests
 
 
 @pytest.mark.parametrize(

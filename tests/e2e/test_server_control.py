@@ -54,6 +54,10 @@ async def test_requests_are_listed_most_urgent_first_and_page_by_page() -> None:
         assert [entry.state for entry in everybody] == [waits, waits, prefills]
         assert [entry.num_blocks for entry in everybody] == [0, 0, 1]
         assert everybody[2].usage.prompt_tokens == 3
+        assert [entry.num_known_tokens for entry in everybody[2:]] == [3]
+        assert [entry.num_computed_tokens for entry in everybody] == [0, 0, 0]
+        assert {entry.max_output_tokens for entry in everybody[:2]} == {spec().sampling.max_tokens}
+        assert not any(entry.starved for entry in everybody)
         assert everybody[0].usage.queued.ToNanoseconds() == everybody[0].age.ToNanoseconds() > 0
         first = await listed(channel, page_size=2)
         second = await listed(channel, page_size=2, page_token=first.next_page_token)

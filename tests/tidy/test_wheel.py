@@ -32,10 +32,11 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names}
     assert {n for n in top if not n.endswith(".dist-info")} == {
-        "server", "engine", "kv", "kernels", "clients", "workloads", "vorrang",
+        "server", "engine", "kv", "kernels", "clients", "workloads", "report", "vorrang",
     }  # fmt: skip
     assert "vorrang/v1/generation_pb2.py" in names
     assert "kernels/cpu.cpp" in names
+    assert "workloads/ready/urgent-flood.toml" in names
     assert not [n for n in names if n.startswith(("clients/go", "clients/java"))]
 
 
@@ -69,4 +70,12 @@ def test_the_client_needs_no_serving_dependency(wheel):
         for line in lines
         if line.startswith("Requires-Dist") and "extra" not in line
     }
-    assert base == {"googleapis-common-protos", "grpcio", "grpcio-status", "protobuf", "rich", "typer"}
+    assert base == {
+        "googleapis-common-protos",
+        "grpcio",
+        "grpcio-status",
+        "protobuf",
+        "rich",
+        "textual",
+        "typer",
+    }

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from clients.python import cli
+from clients.python import cli, command
 from clients.python.demo import DemoOptions
 from clients.python.demo_server import ServerDied
 
@@ -23,7 +23,7 @@ def nobody() -> Any:
         yield f"127.0.0.1:{holder.getsockname()[1]}"
 
 
-@pytest.mark.parametrize("command", [("generate", "x"), ("chat",)])
+@pytest.mark.parametrize("command", [("generate", "x"), ("chat",), ("admin", "load")])
 def test_no_server_is_one_line_and_exit_code_1(command: tuple[str, ...], nobody: str):
     result = ctl(*command, "--target", nobody)
     assert result.exit_code == 1
@@ -46,6 +46,12 @@ def test_wrong_usage_is_exit_code_2_before_anything_is_started(arguments: tuple[
     result = ctl(*arguments)
     assert result.exit_code == 2
     assert "Traceback" not in result.stderr
+
+
+def test_top_without_a_terminal_says_what_to_use():
+    result = ctl("top")
+    assert result.exit_code == 2
+    assert "admin load" in result.stderr
 
 
 @pytest.mark.parametrize(("held", "code"), [(True, 0), (False, 1)])
@@ -77,7 +83,7 @@ def test_expected_failures_have_a_line_and_a_code(
         work.close()
         raise error
 
-    monkeypatch.setattr(cli.asyncio, "run", fail)
+    monkeypatch.setattr(command.asyncio, "run", fail)
     result = ctl("demo")
     assert (result.exit_code, result.stderr) == (code, message)
 

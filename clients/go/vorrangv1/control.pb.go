@@ -389,9 +389,19 @@ type GetLoadResponse struct {
 	// Steps made since the start.
 	NumSteps uint64 `protobuf:"varint,6,opt,name=num_steps,json=numSteps,proto3" json:"num_steps,omitempty"`
 	// True while the server drains.
-	Draining      bool `protobuf:"varint,7,opt,name=draining,proto3" json:"draining,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Draining bool `protobuf:"varint,7,opt,name=draining,proto3" json:"draining,omitempty"`
+	// Tokens computed since the start: of prompts, of outputs, and again after preemptions.
+	NumComputedTokens uint64 `protobuf:"varint,8,opt,name=num_computed_tokens,json=numComputedTokens,proto3" json:"num_computed_tokens,omitempty"`
+	// Output tokens produced since the start.
+	NumOutputTokens uint64 `protobuf:"varint,9,opt,name=num_output_tokens,json=numOutputTokens,proto3" json:"num_output_tokens,omitempty"`
+	// Preemptions since the start.
+	NumPreemptions uint64 `protobuf:"varint,10,opt,name=num_preemptions,json=numPreemptions,proto3" json:"num_preemptions,omitempty"`
+	// Places in the running batch.
+	NumSeats uint32 `protobuf:"varint,11,opt,name=num_seats,json=numSeats,proto3" json:"num_seats,omitempty"`
+	// Times the runner was lost, and all KV with it, since the start.
+	NumRunnerLosses uint32 `protobuf:"varint,12,opt,name=num_runner_losses,json=numRunnerLosses,proto3" json:"num_runner_losses,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *GetLoadResponse) Reset() {
@@ -471,6 +481,41 @@ func (x *GetLoadResponse) GetDraining() bool {
 		return x.Draining
 	}
 	return false
+}
+
+func (x *GetLoadResponse) GetNumComputedTokens() uint64 {
+	if x != nil {
+		return x.NumComputedTokens
+	}
+	return 0
+}
+
+func (x *GetLoadResponse) GetNumOutputTokens() uint64 {
+	if x != nil {
+		return x.NumOutputTokens
+	}
+	return 0
+}
+
+func (x *GetLoadResponse) GetNumPreemptions() uint64 {
+	if x != nil {
+		return x.NumPreemptions
+	}
+	return 0
+}
+
+func (x *GetLoadResponse) GetNumSeats() uint32 {
+	if x != nil {
+		return x.NumSeats
+	}
+	return 0
+}
+
+func (x *GetLoadResponse) GetNumRunnerLosses() uint32 {
+	if x != nil {
+		return x.NumRunnerLosses
+	}
+	return 0
 }
 
 // Asks for the requests alive.
@@ -557,7 +602,15 @@ type RequestInfo struct {
 	// KV blocks held.
 	NumBlocks uint32 `protobuf:"varint,8,opt,name=num_blocks,json=numBlocks,proto3" json:"num_blocks,omitempty"`
 	// The client's label.
-	Label         string `protobuf:"bytes,9,opt,name=label,proto3" json:"label,omitempty"`
+	Label string `protobuf:"bytes,9,opt,name=label,proto3" json:"label,omitempty"`
+	// Longest output it may have.
+	MaxOutputTokens uint32 `protobuf:"varint,10,opt,name=max_output_tokens,json=maxOutputTokens,proto3" json:"max_output_tokens,omitempty"`
+	// Tokens whose KV it holds; less than the known ones while it prefills.
+	NumComputedTokens uint32 `protobuf:"varint,11,opt,name=num_computed_tokens,json=numComputedTokens,proto3" json:"num_computed_tokens,omitempty"`
+	// Tokens known of it: prompt and output so far.
+	NumKnownTokens uint32 `protobuf:"varint,12,opt,name=num_known_tokens,json=numKnownTokens,proto3" json:"num_known_tokens,omitempty"`
+	// True when it has waited longer than its class may, and is served before its level says.
+	Starved       bool `protobuf:"varint,13,opt,name=starved,proto3" json:"starved,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -653,6 +706,34 @@ func (x *RequestInfo) GetLabel() string {
 		return x.Label
 	}
 	return ""
+}
+
+func (x *RequestInfo) GetMaxOutputTokens() uint32 {
+	if x != nil {
+		return x.MaxOutputTokens
+	}
+	return 0
+}
+
+func (x *RequestInfo) GetNumComputedTokens() uint32 {
+	if x != nil {
+		return x.NumComputedTokens
+	}
+	return 0
+}
+
+func (x *RequestInfo) GetNumKnownTokens() uint32 {
+	if x != nil {
+		return x.NumKnownTokens
+	}
+	return 0
+}
+
+func (x *RequestInfo) GetStarved() bool {
+	if x != nil {
+		return x.Starved
+	}
+	return false
 }
 
 // Requests alive.
@@ -1350,7 +1431,7 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"numRunning\x12#\n" +
 	"\rnum_preempted\x18\x04 \x01(\rR\fnumPreempted\x12\x1d\n" +
 	"\n" +
-	"num_parked\x18\x05 \x01(\rR\tnumParked\"\xa0\x02\n" +
+	"num_parked\x18\x05 \x01(\rR\tnumParked\"\xee\x03\n" +
 	"\x0fGetLoadResponse\x12/\n" +
 	"\aclasses\x18\x01 \x03(\v2\x15.vorrang.v1.ClassLoadR\aclasses\x12$\n" +
 	"\x0enum_free_seats\x18\x02 \x01(\rR\fnumFreeSeats\x12&\n" +
@@ -1359,13 +1440,19 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"num_blocks\x18\x04 \x01(\rR\tnumBlocks\x126\n" +
 	"\tlast_step\x18\x05 \x01(\v2\x19.google.protobuf.DurationR\blastStep\x12\x1b\n" +
 	"\tnum_steps\x18\x06 \x01(\x04R\bnumSteps\x12\x1a\n" +
-	"\bdraining\x18\a \x01(\bR\bdraining\"p\n" +
+	"\bdraining\x18\a \x01(\bR\bdraining\x12.\n" +
+	"\x13num_computed_tokens\x18\b \x01(\x04R\x11numComputedTokens\x12*\n" +
+	"\x11num_output_tokens\x18\t \x01(\x04R\x0fnumOutputTokens\x12'\n" +
+	"\x0fnum_preemptions\x18\n" +
+	" \x01(\x04R\x0enumPreemptions\x12\x1b\n" +
+	"\tnum_seats\x18\v \x01(\rR\bnumSeats\x12*\n" +
+	"\x11num_runner_losses\x18\f \x01(\rR\x0fnumRunnerLosses\"p\n" +
 	"\x13ListRequestsRequest\x12\x1d\n" +
 	"\n" +
 	"class_name\x18\x01 \x01(\tR\tclassName\x12\x1b\n" +
 	"\tpage_size\x18\x02 \x01(\rR\bpageSize\x12\x1d\n" +
 	"\n" +
-	"page_token\x18\x03 \x01(\tR\tpageToken\"\xc1\x02\n" +
+	"page_token\x18\x03 \x01(\tR\tpageToken\"\xe1\x03\n" +
 	"\vRequestInfo\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
 	"\n" +
@@ -1377,7 +1464,12 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\x03age\x18\a \x01(\v2\x19.google.protobuf.DurationR\x03age\x12\x1d\n" +
 	"\n" +
 	"num_blocks\x18\b \x01(\rR\tnumBlocks\x12\x14\n" +
-	"\x05label\x18\t \x01(\tR\x05label\"s\n" +
+	"\x05label\x18\t \x01(\tR\x05label\x12*\n" +
+	"\x11max_output_tokens\x18\n" +
+	" \x01(\rR\x0fmaxOutputTokens\x12.\n" +
+	"\x13num_computed_tokens\x18\v \x01(\rR\x11numComputedTokens\x12(\n" +
+	"\x10num_known_tokens\x18\f \x01(\rR\x0enumKnownTokens\x12\x18\n" +
+	"\astarved\x18\r \x01(\bR\astarved\"s\n" +
 	"\x14ListRequestsResponse\x123\n" +
 	"\brequests\x18\x01 \x03(\v2\x17.vorrang.v1.RequestInfoR\brequests\x12&\n" +
 	"\x0fnext_page_token\x18\x02 \x01(\tR\rnextPageToken\"B\n" +

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from vorrang.v1 import types_pb2 as vorrang_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18vorrang/v1/control.proto\x12\nvorrang.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16vorrang/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x8e\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x12\n\ndiscipline\x18\x04 \x01(\t\x12\"\n\x06limits\x18\x05 \x01(\x0b\x32\x12.vorrang.v1.Limits\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x10\n\x0eGetLoadRequest\"t\n\tClassLoad\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x15\n\rnum_preempted\x18\x04 \x01(\r\x12\x12\n\nnum_parked\x18\x05 \x01(\r\"\xd1\x01\n\x0fGetLoadResponse\x12&\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x15.vorrang.v1.ClassLoad\x12\x16\n\x0enum_free_seats\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12,\n\tlast_step\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\"P\n\x13ListRequestsRequest\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\xf1\x01\n\x0bRequestInfo\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05level\x18\x04 \x01(\x11\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.vorrang.v1.RequestState\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.vorrang.v1.Usage\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\r\n\x05label\x18\t \x01(\t\"Z\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.vorrang.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"1\n\x14\x43\x61ncelRequestRequest\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\"&\n\x15\x43\x61ncelRequestResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"a\n\x1cUpdateRequestPriorityRequest\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12&\n\x08priority\x18\x02 \x01(\x0b\x32\x14.vorrang.v1.Priority\".\n\x1dUpdateRequestPriorityResponse\x12\r\n\x05level\x18\x01 \x01(\x11\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\"/\n\x15WatchDecisionsRequest\x12\x16\n\x0enum_past_steps\x18\x01 \x01(\r\"j\n\rGrantDecision\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\r\n\x05level\x18\x04 \x01(\x11\"\x9c\x01\n\x0fPreemptDecision\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.vorrang.v1.PreemptReason\x12\x16\n\x0e\x62\x65neficiary_id\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_lost_tokens\x18\x05 \x01(\r\"\x8d\x02\n\x16WatchDecisionsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\nplanned_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06grants\x18\x03 \x03(\x0b\x32\x19.vorrang.v1.GrantDecision\x12\x30\n\x0bpreemptions\x18\x04 \x03(\x0b\x32\x1b.vorrang.v1.PreemptDecision\x12\x12\n\nbound_gate\x18\x05 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x16\n\x0enum_lost_steps\x18\x08 \x01(\x04*\xb4\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n\x15REQUEST_STATE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_STATE_DECODE\x10\x03\x12\x1b\n\x17REQUEST_STATE_PREEMPTED\x10\x04\x12\x18\n\x14REQUEST_STATE_PARKED\x10\x05\x32\xda\x04\n\x0e\x43ontrolService\x12T\n\rGetServerInfo\x12 .vorrang.v1.GetServerInfoRequest\x1a!.vorrang.v1.GetServerInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.vorrang.v1.GetLoadRequest\x1a\x1b.vorrang.v1.GetLoadResponse\x12Q\n\x0cListRequests\x12\x1f.vorrang.v1.ListRequestsRequest\x1a .vorrang.v1.ListRequestsResponse\x12T\n\rCancelRequest\x12 .vorrang.v1.CancelRequestRequest\x1a!.vorrang.v1.CancelRequestResponse\x12l\n\x15UpdateRequestPriority\x12(.vorrang.v1.UpdateRequestPriorityRequest\x1a).vorrang.v1.UpdateRequestPriorityResponse\x12<\n\x05\x44rain\x12\x18.vorrang.v1.DrainRequest\x1a\x19.vorrang.v1.DrainResponse\x12Y\n\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01\x42L\n\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18vorrang/v1/control.proto\x12\nvorrang.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x16vorrang/v1/types.proto\"\x16\n\x14GetServerInfoRequest\"\x8e\x02\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06policy\x18\x03 \x01(\t\x12\x12\n\ndiscipline\x18\x04 \x01(\t\x12\"\n\x06limits\x18\x05 \x01(\x0b\x32\x12.vorrang.v1.Limits\x12\x1c\n\x14max_running_requests\x18\x06 \x01(\r\x12\x17\n\x0fmax_step_tokens\x18\x07 \x01(\r\x12\x12\n\nblock_size\x18\x08 \x01(\r\x12\x12\n\nnum_blocks\x18\t \x01(\r\x12.\n\nstarted_at\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\x10\n\x0eGetLoadRequest\"t\n\tClassLoad\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x15\n\rnum_preempted\x18\x04 \x01(\r\x12\x12\n\nnum_parked\x18\x05 \x01(\r\"\xd0\x02\n\x0fGetLoadResponse\x12&\n\x07\x63lasses\x18\x01 \x03(\x0b\x32\x15.vorrang.v1.ClassLoad\x12\x16\n\x0enum_free_seats\x18\x02 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12,\n\tlast_step\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x10\n\x08\x64raining\x18\x07 \x01(\x08\x12\x1b\n\x13num_computed_tokens\x18\x08 \x01(\x04\x12\x19\n\x11num_output_tokens\x18\t \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\n \x01(\x04\x12\x11\n\tnum_seats\x18\x0b \x01(\r\x12\x19\n\x11num_runner_losses\x18\x0c \x01(\r\"P\n\x13ListRequestsRequest\x12\x12\n\nclass_name\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\r\x12\x12\n\npage_token\x18\x03 \x01(\t\"\xd4\x02\n\x0bRequestInfo\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\r\n\x05level\x18\x04 \x01(\x11\x12\'\n\x05state\x18\x05 \x01(\x0e\x32\x18.vorrang.v1.RequestState\x12 \n\x05usage\x18\x06 \x01(\x0b\x32\x11.vorrang.v1.Usage\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\r\n\x05label\x18\t \x01(\t\x12\x19\n\x11max_output_tokens\x18\n \x01(\r\x12\x1b\n\x13num_computed_tokens\x18\x0b \x01(\r\x12\x18\n\x10num_known_tokens\x18\x0c \x01(\r\x12\x0f\n\x07starved\x18\r \x01(\x08\"Z\n\x14ListRequestsResponse\x12)\n\x08requests\x18\x01 \x03(\x0b\x32\x17.vorrang.v1.RequestInfo\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"1\n\x14\x43\x61ncelRequestRequest\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\"&\n\x15\x43\x61ncelRequestResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\"a\n\x1cUpdateRequestPriorityRequest\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12&\n\x08priority\x18\x02 \x01(\x0b\x32\x14.vorrang.v1.Priority\".\n\x1dUpdateRequestPriorityResponse\x12\r\n\x05level\x18\x01 \x01(\x11\"8\n\x0c\x44rainRequest\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"9\n\rDrainResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\"/\n\x15WatchDecisionsRequest\x12\x16\n\x0enum_past_steps\x18\x01 \x01(\r\"j\n\rGrantDecision\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12\x1b\n\x13num_computed_tokens\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\r\n\x05level\x18\x04 \x01(\x11\"\x9c\x01\n\x0fPreemptDecision\x12\x19\n\x11server_request_id\x18\x01 \x01(\t\x12)\n\x06reason\x18\x02 \x01(\x0e\x32\x19.vorrang.v1.PreemptReason\x12\x16\n\x0e\x62\x65neficiary_id\x18\x03 \x01(\t\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x17\n\x0fnum_lost_tokens\x18\x05 \x01(\r\"\x8d\x02\n\x16WatchDecisionsResponse\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12.\n\nplanned_at\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12)\n\x06grants\x18\x03 \x03(\x0b\x32\x19.vorrang.v1.GrantDecision\x12\x30\n\x0bpreemptions\x18\x04 \x03(\x0b\x32\x1b.vorrang.v1.PreemptDecision\x12\x12\n\nbound_gate\x18\x05 \x01(\t\x12\x13\n\x0bnum_waiting\x18\x06 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x07 \x01(\r\x12\x16\n\x0enum_lost_steps\x18\x08 \x01(\x04*\xb4\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15REQUEST_STATE_WAITING\x10\x01\x12\x19\n\x15REQUEST_STATE_PREFILL\x10\x02\x12\x18\n\x14REQUEST_STATE_DECODE\x10\x03\x12\x1b\n\x17REQUEST_STATE_PREEMPTED\x10\x04\x12\x18\n\x14REQUEST_STATE_PARKED\x10\x05\x32\xda\x04\n\x0e\x43ontrolService\x12T\n\rGetServerInfo\x12 .vorrang.v1.GetServerInfoRequest\x1a!.vorrang.v1.GetServerInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.vorrang.v1.GetLoadRequest\x1a\x1b.vorrang.v1.GetLoadResponse\x12Q\n\x0cListRequests\x12\x1f.vorrang.v1.ListRequestsRequest\x1a .vorrang.v1.ListRequestsResponse\x12T\n\rCancelRequest\x12 .vorrang.v1.CancelRequestRequest\x1a!.vorrang.v1.CancelRequestResponse\x12l\n\x15UpdateRequestPriority\x12(.vorrang.v1.UpdateRequestPriorityRequest\x1a).vorrang.v1.UpdateRequestPriorityResponse\x12<\n\x05\x44rain\x12\x18.vorrang.v1.DrainRequest\x1a\x19.vorrang.v1.DrainResponse\x12Y\n\x0eWatchDecisions\x12!.vorrang.v1.WatchDecisionsRequest\x1a\".vorrang.v1.WatchDecisionsResponse0\x01\x42L\n\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,8 +35,8 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'vorrang.v1.control_pb2', _g
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\rio.vorrang.v1P\001Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1'
-  _globals['_REQUESTSTATE']._serialized_start=2136
-  _globals['_REQUESTSTATE']._serialized_end=2316
+  _globals['_REQUESTSTATE']._serialized_start=2362
+  _globals['_REQUESTSTATE']._serialized_end=2542
   _globals['_GETSERVERINFOREQUEST']._serialized_start=129
   _globals['_GETSERVERINFOREQUEST']._serialized_end=151
   _globals['_GETSERVERINFORESPONSE']._serialized_start=154
@@ -46,33 +46,33 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CLASSLOAD']._serialized_start=444
   _globals['_CLASSLOAD']._serialized_end=560
   _globals['_GETLOADRESPONSE']._serialized_start=563
-  _globals['_GETLOADRESPONSE']._serialized_end=772
-  _globals['_LISTREQUESTSREQUEST']._serialized_start=774
-  _globals['_LISTREQUESTSREQUEST']._serialized_end=854
-  _globals['_REQUESTINFO']._serialized_start=857
-  _globals['_REQUESTINFO']._serialized_end=1098
-  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1100
-  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1190
-  _globals['_CANCELREQUESTREQUEST']._serialized_start=1192
-  _globals['_CANCELREQUESTREQUEST']._serialized_end=1241
-  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1243
-  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1281
-  _globals['_UPDATEREQUESTPRIORITYREQUEST']._serialized_start=1283
-  _globals['_UPDATEREQUESTPRIORITYREQUEST']._serialized_end=1380
-  _globals['_UPDATEREQUESTPRIORITYRESPONSE']._serialized_start=1382
-  _globals['_UPDATEREQUESTPRIORITYRESPONSE']._serialized_end=1428
-  _globals['_DRAINREQUEST']._serialized_start=1430
-  _globals['_DRAINREQUEST']._serialized_end=1486
-  _globals['_DRAINRESPONSE']._serialized_start=1488
-  _globals['_DRAINRESPONSE']._serialized_end=1545
-  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1547
-  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1594
-  _globals['_GRANTDECISION']._serialized_start=1596
-  _globals['_GRANTDECISION']._serialized_end=1702
-  _globals['_PREEMPTDECISION']._serialized_start=1705
-  _globals['_PREEMPTDECISION']._serialized_end=1861
-  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=1864
-  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=2133
-  _globals['_CONTROLSERVICE']._serialized_start=2319
-  _globals['_CONTROLSERVICE']._serialized_end=2921
+  _globals['_GETLOADRESPONSE']._serialized_end=899
+  _globals['_LISTREQUESTSREQUEST']._serialized_start=901
+  _globals['_LISTREQUESTSREQUEST']._serialized_end=981
+  _globals['_REQUESTINFO']._serialized_start=984
+  _globals['_REQUESTINFO']._serialized_end=1324
+  _globals['_LISTREQUESTSRESPONSE']._serialized_start=1326
+  _globals['_LISTREQUESTSRESPONSE']._serialized_end=1416
+  _globals['_CANCELREQUESTREQUEST']._serialized_start=1418
+  _globals['_CANCELREQUESTREQUEST']._serialized_end=1467
+  _globals['_CANCELREQUESTRESPONSE']._serialized_start=1469
+  _globals['_CANCELREQUESTRESPONSE']._serialized_end=1507
+  _globals['_UPDATEREQUESTPRIORITYREQUEST']._serialized_start=1509
+  _globals['_UPDATEREQUESTPRIORITYREQUEST']._serialized_end=1606
+  _globals['_UPDATEREQUESTPRIORITYRESPONSE']._serialized_start=1608
+  _globals['_UPDATEREQUESTPRIORITYRESPONSE']._serialized_end=1654
+  _globals['_DRAINREQUEST']._serialized_start=1656
+  _globals['_DRAINREQUEST']._serialized_end=1712
+  _globals['_DRAINRESPONSE']._serialized_start=1714
+  _globals['_DRAINRESPONSE']._serialized_end=1771
+  _globals['_WATCHDECISIONSREQUEST']._serialized_start=1773
+  _globals['_WATCHDECISIONSREQUEST']._serialized_end=1820
+  _globals['_GRANTDECISION']._serialized_start=1822
+  _globals['_GRANTDECISION']._serialized_end=1928
+  _globals['_PREEMPTDECISION']._serialized_start=1931
+  _globals['_PREEMPTDECISION']._serialized_end=2087
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_start=2090
+  _globals['_WATCHDECISIONSRESPONSE']._serialized_end=2359
+  _globals['_CONTROLSERVICE']._serialized_start=2545
+  _globals['_CONTROLSERVICE']._serialized_end=3147
 # @@protoc_insertion_point(module_scope)

@@ -74,7 +74,7 @@ class ClassLoad(_message.Message):
     def __init__(self, class_name: _Optional[str] = ..., num_waiting: _Optional[int] = ..., num_running: _Optional[int] = ..., num_preempted: _Optional[int] = ..., num_parked: _Optional[int] = ...) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("classes", "num_free_seats", "num_free_blocks", "num_blocks", "last_step", "num_steps", "draining")
+    __slots__ = ("classes", "num_free_seats", "num_free_blocks", "num_blocks", "last_step", "num_steps", "draining", "num_computed_tokens", "num_output_tokens", "num_preemptions", "num_seats", "num_runner_losses")
     CLASSES_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_SEATS_FIELD_NUMBER: _ClassVar[int]
     NUM_FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +82,11 @@ class GetLoadResponse(_message.Message):
     LAST_STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_SEATS_FIELD_NUMBER: _ClassVar[int]
+    NUM_RUNNER_LOSSES_FIELD_NUMBER: _ClassVar[int]
     classes: _containers.RepeatedCompositeFieldContainer[ClassLoad]
     num_free_seats: int
     num_free_blocks: int
@@ -89,7 +94,12 @@ class GetLoadResponse(_message.Message):
     last_step: _duration_pb2.Duration
     num_steps: int
     draining: bool
-    def __init__(self, classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., num_free_seats: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., last_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_steps: _Optional[int] = ..., draining: bool = ...) -> None: ...
+    num_computed_tokens: int
+    num_output_tokens: int
+    num_preemptions: int
+    num_seats: int
+    num_runner_losses: int
+    def __init__(self, classes: _Optional[_Iterable[_Union[ClassLoad, _Mapping]]] = ..., num_free_seats: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_blocks: _Optional[int] = ..., last_step: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_steps: _Optional[int] = ..., draining: bool = ..., num_computed_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_seats: _Optional[int] = ..., num_runner_losses: _Optional[int] = ...) -> None: ...
 
 class ListRequestsRequest(_message.Message):
     __slots__ = ("class_name", "page_size", "page_token")
@@ -102,7 +112,7 @@ class ListRequestsRequest(_message.Message):
     def __init__(self, class_name: _Optional[str] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
 
 class RequestInfo(_message.Message):
-    __slots__ = ("server_request_id", "request_id", "tenant", "level", "state", "usage", "age", "num_blocks", "label")
+    __slots__ = ("server_request_id", "request_id", "tenant", "level", "state", "usage", "age", "num_blocks", "label", "max_output_tokens", "num_computed_tokens", "num_known_tokens", "starved")
     SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -112,6 +122,10 @@ class RequestInfo(_message.Message):
     AGE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STARVED_FIELD_NUMBER: _ClassVar[int]
     server_request_id: str
     request_id: str
     tenant: str
@@ -121,7 +135,11 @@ class RequestInfo(_message.Message):
     age: _duration_pb2.Duration
     num_blocks: int
     label: str
-    def __init__(self, server_request_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., level: _Optional[int] = ..., state: _Optional[_Union[RequestState, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ..., label: _Optional[str] = ...) -> None: ...
+    max_output_tokens: int
+    num_computed_tokens: int
+    num_known_tokens: int
+    starved: bool
+    def __init__(self, server_request_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., level: _Optional[int] = ..., state: _Optional[_Union[RequestState, str]] = ..., usage: _Optional[_Union[_types_pb2.Usage, _Mapping]] = ..., age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_blocks: _Optional[int] = ..., label: _Optional[str] = ..., max_output_tokens: _Optional[int] = ..., num_computed_tokens: _Optional[int] = ..., num_known_tokens: _Optional[int] = ..., starved: bool = ...) -> None: ...
 
 class ListRequestsResponse(_message.Message):
     __slots__ = ("requests", "next_page_token")

@@ -1,0 +1,195 @@
+"""``vorrangctl bench``: a workload against a live server at several rates, as one HTML report.
+
+Records of earlier runs may be put beside it, so that servers and settings are compared
+in one report. Whatever draws plots is imported when the first one is drawn.
+"""
+
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from clients.python.command import (
+    DEFAULT_TARGET,
+    EXIT_INTERRUPTED,
+    Control,
+    Target,
+    expected_failures,
+    run,
+)
+from clients.python.load import LoadOptions
+from clients.python.load_cli import check_writable, tokens_of, watched_load
+from clients.python.load_workload import parse_classes
+from report.page import Facts, write_report
+from report.style import PlotsUnavailable, figure
+from report.summary import summarise
+from workloads.arrivals import Workload
+from workloads.errors import InvalidWorkload
+from workloads.records import Run, read_runs, write_runs
+from workloads.sources import TRACE_CLASSES, is_trace, workload_from
+from workloads.statistics import TARGETS, parse_target
+
+
+def bench(
+    workload: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[WORKLOAD]",
+            help="A workload file, a trace, a ready workload or a mix; left out, only --from is reported.",
+        ),
+    ] = None,
+    target: Target = DEFAULT_TARGET,
+    control: Control = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file.")] = Path("bench.html"),
+    rates: Annotated[
+        str | None,
+        typer.Option(help="Offered requests a second, separated by commas.", show_default="the workload's"),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="So many seeds, from 0.")] = 1,
+    duration: Annotated[float, typer.Option(min=0.1, help="Seconds of arrivals of each run at most.")] = 60.0,
+    classes: Annotated[
+        str | None,
+        typer.Option(help="Classes drawn for the requests; of a trace by default interactive=0.2,batch=0.8."),
+    ] = None,
+    name: Annotated[str, typer.Option(help="What is tried, as the report is to call it.")] = "live",
+    slo: Annotated[
+        list[str] | None, typer.Option("--target-latency", help="CLASS=TTFT_S/TPOT_S; repeatable.")
+    ] = None,
+    records: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Keep the records, for a later --from.")
+    ] = None,
+    others: Annotated[
+        list[Path] | None, typer.Option("--from", help="Records of earlier runs to show as well; repeatable.")
+    ] = None,
+    connections: Annotated[int, typer.Option(help="TCP connections.")] = 1,
+    sessions: Annotated[int, typer.Option(help="Sessions on each connection.")] = 1,
+    drain: Annotated[float, typer.Option(help="Seconds to wait for requests at the end of a run.")] = 60.0,
+    tenant_token: Annotated[
+        list[str] | None,
+        typer.Option(help="TENANT=VARIABLE: environment variable with its token; repeatable."),
+    ] = None,
+    sample: Annotated[
+        float, typer.Option(help="Seconds between looks at the server's load; 0 = none.")
+    ] = 0.25,
+) -> None:
+    """Send a workload at several rates, one after the other, and write one HTML file with plots.
+
+    Ctrl-C ends the run under way; the report shows what was measured until then.
+    """
+    console = Console(stderr=True)
+    with expected_failures():
+        try:
+            figure(1, 1)  # whether plots can be drawn is asked first, not after minutes
+        except PlotsUnavailable as error:
+            raise ValueError(str(error)) from None
+        targets = dict(TARGETS) | dict(map(parse_target, slo or []))
+        earlier = [found for path in others or [] for found in _read(path)]
+        shares = parse_classes(classes) if classes else None
+        coming = _workloads(workload, rates, seeds, duration, shares)
+        options = LoadOptions(
+            num_connections=connections,
+            num_sessions=sessions,
+            drain_s=drain,
+            tokens=tokens_of(tenant_token or []),
+            sample_s=sample,
+            control=control or "",
+        )
+        for path in (output, records):
+            check_writable(path)
+    done: list[Run] = []
+    interrupted = False
+    for arrivals, seed, rate in coming:
+        console.print(
+            f"{arrivals.name}: {len(arrivals.requests):,} requests at {rate:.3g}/s", highlight=False
+        )
+        made, interrupted = run(watched_load(target, arrivals, options, seed, console))
+        made.name, made.offered_rps = name, rate
+        done.append(made)
+        if interrupted:
+            break
+    runs = [*earlier, *done]
+    with expected_failures():
+        if records is not None:
+            write_runs(records, done)
+        if not any(one.records for one in runs):
+            raise InvalidWorkload("workload", "must be given, or records with --from", None)
+        summaries = [summarise(one, targets) for one in runs if one.records]
+        write_report(output, _facts(runs, workload), summaries, targets)
+    console.print(f"written: {output}", highlight=False)
+    if interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _workloads(
+    source: str | None, rates: str | None, num_seeds: int, duration_s: float, shares: dict[str, float] | None
+) -> list[tuple[Workload, int, float]]:
+    """What to send, one run after the other: workload, seed, rate."""
+    if source is None:
+        return []
+    made = []
+    for seed in range(num_seeds):
+        whole = workload_from(source, seed=seed)
+        drawn = shares or (TRACE_CLASSES if is_trace(source) else None)
+        if drawn:
+            whole = whole.with_classes(drawn, seed)
+        for rate in _rates(rates) if rates else [whole.mean_rate_rps]:
+            scaled = whole.at_rate(rate)
+            kept = tuple(r for r in scaled.requests if r.arrival_s < duration_s)
+            if not kept:
+                raise InvalidWorkload("duration", "must be long enough for a request to arrive", duration_s)
+            made.append((Workload(whole.name, kept), seed, rate))
+    return made
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        rates = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise InvalidWorkload("rates", "must be numbers separated by commas", text) from None
+    if rates[0] <= 0:
+        raise InvalidWorkload("rates", "must be greater than 0", text)
+    return rates
+
+
+def _read(path: Path) -> list[Run]:
+    try:
+        return read_runs(path)
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}") from None
+
+
+def _facts(runs: Sequence[Run], source: str | None) -> Facts:
+    commands = dict.fromkeys(one.command for one in runs if one.command)
+    versions = {key: value for one in runs for key, value in one.versions.items()}
+    versions |= {"Python": platform.python_version(), "matplotlib": _version("matplotlib")}
+    lateness = [one.figures["send_lateness_s_p99"] for one in runs if "send_lateness_s_p99" in one.figures]
+    notes = ["Measured at the client, through gRPC, with requests sent when they were due (open loop)."]
+    if lateness:
+        notes.append(
+            f"The generator itself was late by {max(lateness) * 1e3:.1f} ms at most (99th percentile)."
+        )
+    return Facts(
+        title=f"{source or _joined(one.workload for one in runs)}: live",
+        workload=_joined(one.workload for one in runs),
+        server=_joined(one.server for one in runs),
+        command="\n".join(commands or [shlex.join(["vorrangctl", *sys.argv[1:]])]),
+        versions=versions,
+        notes=notes,
+    )
+
+
+def _joined(texts: Iterable[str]) -> str:
+    return "; ".join(dict.fromkeys(filter(None, texts)))
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,186 @@
+"""A workload simulated under several configurations, at several rates, with several seeds.
+
+Every run is a process's work of its own; a result is whatever ``reduce`` makes of a
+run, since a whole one is too large to hand from process to process.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TypeVar
+
+from engine.errors import VorrangError
+from engine.runner.simulated import SimulatedRunner
+from engine.scheduler.config import SchedulerConfig
+from engine.sim.profiles import HardwareProfile
+from engine.sim.runs import run_of
+from engine.sim.simulator import simulate
+from workloads.arrivals import Workload
+from workloads.records import Run
+from workloads.sources import workload_from
+
+T = TypeVar("T")
+
+#: Samples of the scheduler's state in a run, about.
+_NUM_SAMPLES = 300
+
+
+class SweepFailed(VorrangError):
+    """Not all runs of a sweep could be made."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A workload that every process makes for itself.
+
+    Attributes:
+        name: see ``workload_from``.
+        trace_format: of a trace.
+        duration_s: arrivals end before then, at the workload's own rate; None: where it says.
+        limit: only the first requests.
+        max_prompt_tokens: longer prompts are left out.
+        classes: class -> share, drawn for the requests; empty: as they are.
+        tenants: tenants drawn for the requests; 0: as they are.
+    """
+
+    name: str
+    trace_format: str = "auto"
+    duration_s: float | None = None
+    limit: int | None = None
+    max_prompt_tokens: int | None = None
+    classes: tuple[tuple[str, float], ...] = ()
+    tenants: int = 0
+
+    def make(self, seed: int) -> Workload:
+        """The workload.
+
+        Raises:
+            InvalidWorkload: there is none, or it breaks a rule.
+            OSError: a file can't be read.
+        """
+        workload = workload_from(
+            self.name, seed=seed, duration_s=self.duration_s, trace_format=self.trace_format
+        )
+        if self.max_prompt_tokens is not None:
+            workload = workload.with_prompts_up_to(self.max_prompt_tokens)
+        if self.limit is not None:
+            workload = workload.limited(self.limit)
+        if self.classes:
+            workload = workload.with_classes(dict(self.classes), seed)
+        return workload.with_tenants(self.tenants, seed) if self.tenants else workload
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One run of a sweep.
+
+    Attributes:
+        name: of the configuration.
+        config: of the scheduler.
+        rate_rps: mean arrivals a second; None: the workload's own.
+        seed: of the workload.
+    """
+
+    name: str
+    config: SchedulerConfig
+    rate_rps: float | None
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """What is simulated.
+
+    Attributes:
+        source: what arrives.
+        hardware: what steps cost.
+        num_blocks: KV blocks; None: the hardware's.
+        cells: the runs.
+    """
+
+    source: Source
+    hardware: HardwareProfile
+    num_blocks: int | None
+    cells: Sequence[Cell]
+
+
+def run_cell(sweep: Sweep, cell: Cell) -> Run:
+    """Simulate one cell in this process."""
+    workload = _made(sweep.source, cell.seed)
+    if cell.rate_rps is not None:
+        workload = workload.at_rate(cell.rate_rps)
+    runner = SimulatedRunner(sweep.hardware, num_blocks=sweep.num_blocks)
+    last_s = workload.requests[-1].arrival_s if workload.requests else 0.0
+    every_s = max(0.01, last_s / _NUM_SAMPLES)
+    # Millions of small objects come and go and none is part of a cycle: the collector only costs time.
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        recording = simulate(workload, runner, cell.config, sample_every_s=every_s)
+    finally:
+        if was_enabled:
+            gc.enable()
+    rate_rps = workload.mean_rate_rps if last_s > 0 else None
+    return run_of(cell.name, recording, offered_rps=cell.rate_rps or rate_rps, seed=cell.seed)
+
+
+def run_sweep(
+    sweep: Sweep, reduce: Callable[[Run], T], *, num_processes: int | None = None
+) -> Iterator[tuple[Cell, T]]:
+    """Simulate all cells, as many at a time as there are cores; gives results as they come.
+
+    Args:
+        sweep: what to simulate.
+        reduce: a function of a module, called in the process that simulated.
+        num_processes: at a time; None: one for each core this process may use.
+
+    Raises:
+        InvalidWorkload: the workload can't be made, or brought to a rate.
+        SweepFailed: a process died.
+    """
+    for seed in {cell.seed for cell in sweep.cells}:
+        sweep.source.make(seed)
+    num_processes = min(num_processes or num_cores(), len(sweep.cells))
+    if num_processes <= 1:
+        for cell in sweep.cells:
+            yield cell, reduce(run_cell(sweep, cell))
+        return
+    # Spawned: a fork of a process that has threads may hang.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_die_of_interrupts) as pool:
+        waiting = {pool.submit(_work, sweep, cell, reduce): cell for cell in sweep.cells}
+        try:
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        except BrokenProcessPool:
+            raise SweepFailed("a process that simulated died; perhaps there was too little memory") from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def num_cores() -> int:
+    """Cores this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # not everywhere
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _die_of_interrupts() -> None:
+    """Ctrl-C reaches all processes of a terminal; those that only work need not tell of it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _work(sweep: Sweep, cell: Cell, reduce: Callable[[Run], T]) -> T:
+    result = reduce(run_cell(sweep, cell))
+    gc.collect()
+    return result
+
+
+@lru_cache(maxsize=4)
+def _made(source: Source, seed: int) -> Workload:
+    return source.make(seed)

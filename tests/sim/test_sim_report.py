@@ -1,0 +1,114 @@
+import re
+
+import pytest
+from typer.testing import CliRunner
+
+from engine.scheduler.config import SchedulerConfig
+from engine.sim.profiles import fixed_step, profile_named
+from engine.sim.sweep import Cell, Source, Sweep, run_cell, run_sweep
+from report.summary import summarise
+from server.sim import app
+from workloads.errors import InvalidWorkload
+
+WORKLOAD = """
+name = "small"
+duration_s = 20
+[[stream]]
+class = "interactive"
+arrivals = { process = "poisson", rate_rps = 2.0 }
+prompt_tokens = 50
+output_tokens = 20
+[[stream]]
+class = "batch"
+arrivals = { process = "poisson", rate_rps = 4.0 }
+prompt_tokens = 100
+output_tokens = 40
+"""
+
+
+@pytest.fixture
+def workload_file(tmp_path):
+    path = tmp_path / "small.toml"
+    path.write_text(WORKLOAD)
+    return path
+
+
+def report(*arguments):
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def test_policies_rates_and_seeds_become_one_page(workload_file, tmp_path):
+    page = tmp_path / "r.html"
+    result = report(
+        workload_file, "--policies", "fcfs,priority", "--rates", "6,60", "--seeds", 2, "--processes", 1,
+        "--profile", "rtx4090", "-o", page,
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "8 runs" in result.output
+    text = page.read_text()
+    assert text.count("<svg") == 8
+    assert re.findall(r'<tr class="first"><td>([^<]*)</td><td>([^<]*)</td>', text) == [
+        ("6", "fcfs"), ("6", "priority"), ("60", "fcfs"), ("60", "priority"),
+    ]  # fmt: skip
+    assert "0, 1" in text
+
+
+def cell(rate_rps, seed=0, name="priority"):
+    return Cell(name, SchedulerConfig(), rate_rps, seed)
+
+
+def test_a_cell_runs_at_its_rate_and_samples_the_scheduler(workload_file):
+    sweep = Sweep(Source(str(workload_file)), fixed_step(0.02, 1000), None, ())
+    slow, fast = (run_cell(sweep, cell(rate)) for rate in (10.0, 20.0))
+    assert len(slow.records) == len(fast.records)
+    last = [made.records[-1].request.arrival_s for made in (slow, fast)]
+    assert last[0] == pytest.approx(2 * last[1])
+    assert 100 < len(slow.samples) <= 302
+    assert max(sample.num_running for sample in fast.samples) == 16
+    assert 0 < max(sample.kv_use for sample in fast.samples) <= 1
+    assert fast.samples == sorted(fast.samples, key=lambda sample: sample.time_s)
+
+
+def test_seeds_draw_other_workloads_and_the_same_seed_the_same(workload_file):
+    sweep = Sweep(Source(str(workload_file)), fixed_step(0.02, 1000), None, ())
+    first, again, other = (summarise(run_cell(sweep, cell(6.0, seed))) for seed in (1, 1, 2))
+    assert first == again
+    assert first.curves != other.curves
+
+
+@pytest.mark.deep
+def test_processes_beside_each_other_give_what_one_gives(workload_file):
+    cells = [cell(rate, seed) for rate in (6.0, 20.0) for seed in (0, 1)]
+    sweep = Sweep(Source(str(workload_file)), profile_named("h100"), None, cells)
+    alone, together = (dict(run_sweep(sweep, summarise, num_processes=n)) for n in (1, 2))
+    assert alone == together
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no-such"], "must be a file or one of"),
+        (["steady", "--rates", "x"], "rates must be numbers"),
+        (["steady", "--rates", "0"], "rates must be greater than 0"),
+        (["steady", "--policies", "nonsense"], "must begin with one of"),
+        (["steady", "--profile", "tpu"], "rtx4090"),
+        (["steady", "--classes", "vip=1"], "must be one of interactive"),
+    ],
+)
+def test_wrong_usage_is_explained_and_exits_with_2(arguments, says, tmp_path):
+    result = report(*arguments, "-o", tmp_path / "r.html")
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.split())
+    assert not (tmp_path / "r.html").exists()
+
+
+def test_a_workload_that_arrives_at_once_has_no_rate(tmp_path):
+    path = tmp_path / "w.toml"
+    first = WORKLOAD.rpartition("[[stream]]")[0]
+    path.write_text(
+        first.replace('process = "poisson", rate_rps = 2.0', 'process = "at_once", num_requests = 3')
+    )
+    sweep = Sweep(Source(str(path)), fixed_step(0.02, 1000), None, ())
+    assert len(run_cell(sweep, cell(None)).records) == 3
+    with pytest.raises(InvalidWorkload, match="requests arrive over time"):
+        run_cell(sweep, cell(5.0))
