@@ -32,7 +32,7 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Plan
 from engine.sim.profiles import HardwareProfile, profile_named
 from engine.sim.simulator import simulate
-from engine.sim.workload import SimRequest, Workload
+from workloads.arrivals import Arrival, Workload
 
 STEP_S = 0.020
 CLASSIC_OUTPUTS = (10, 50, 100, 500)
@@ -121,7 +121,7 @@ def run(workload: Workload, profile: HardwareProfile, seats: int, way: str) -> O
     runner = SimulatedRunner(profile)
     recording = simulate(workload, runner, config, enable_prefix_cache=False, on_plan=see)
     assert not recording.preemptions, "the pool is meant to be large enough"
-    assert not any(record.refused for record in recording.records.values())
+    assert not any(record.error for record in recording.records.values())
     record = recording.records[late.request_id]
     assert record.first_token_s is not None
     assert record.last_token_s is not None
@@ -149,8 +149,8 @@ def run(workload: Workload, profile: HardwareProfile, seats: int, way: str) -> O
 
 def classic() -> Workload:
     """Four requests at once, a fifth when step 20 has been made."""
-    requests = [SimRequest(i, 0.0, 10, output) for i, output in enumerate(CLASSIC_OUTPUTS)]
-    late = SimRequest(len(requests), LATE_STEP * STEP_S, 10, LATE_OUTPUT)
+    requests = [Arrival(i, 0.0, 10, output) for i, output in enumerate(CLASSIC_OUTPUTS)]
+    late = Arrival(len(requests), LATE_STEP * STEP_S, 10, LATE_OUTPUT)
     return Workload("classic", (*requests, late))
 
 
@@ -161,13 +161,13 @@ def lengths(seed: int = 1) -> Workload:
     def draw(median: int) -> int:
         return max(1, min(2048, round(rng.lognormvariate(math.log(median), SIGMA))))
 
-    requests = [SimRequest(i, 0.0, draw(PROMPT_MEDIAN), draw(OUTPUT_MEDIAN)) for i in range(NUM_REQUESTS)]
+    requests = [Arrival(i, 0.0, draw(PROMPT_MEDIAN), draw(OUTPUT_MEDIAN)) for i in range(NUM_REQUESTS)]
     return Workload("lengths", tuple(requests))
 
 
 def with_late(workload: Workload, arrival_s: float) -> Workload:
     """The workload and one more request."""
-    late = SimRequest(len(workload.requests), arrival_s, PROMPT_MEDIAN, OUTPUT_MEDIAN)
+    late = Arrival(len(workload.requests), arrival_s, PROMPT_MEDIAN, OUTPUT_MEDIAN)
     return dataclasses.replace(workload, requests=(*workload.requests, late))
 
 
