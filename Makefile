@@ -46,8 +46,8 @@ soak: $(STAMP) ## the scheduler's random walk for a million steps, its state mac
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
 
-bench: $(STAMP) ## what planning costs
-	PYTHONPATH=.:protos $(BIN)/python bench/scheduler.py
+bench: $(STAMP) ## every benchmark: build/bench.json and plots (PARTS="scheduler static" for some)
+	PYTHONPATH=.:protos $(BIN)/python bench/all.py $(if $(PARTS),--only $(PARTS))
 
 bench-model: $(STAMP) ## what a step of the default model costs, beside transformers
 	PYTHONPATH=.:protos $(BIN)/python bench/model.py
