@@ -175,12 +175,16 @@ class RunBuilder:
         begin_s = max(made.planned_s, self._computed_s)
         self._computed_s = at_s
         for stay, kind, num_tokens in made.grants:
+            # Who lost its seat while it was computed, or before: somebody else may have it by now.
+            end_s = min(at_s, stay.end_s) if stay.left else at_s
+            if end_s < begin_s:
+                continue
             last = stay.pieces[-1] if stay.pieces else None
             if last is not None and last.kind == kind == "decode" and not self._every_step:
-                last.end_s, last.num_steps = at_s, last.num_steps + 1
+                last.end_s, last.num_steps = end_s, last.num_steps + 1
                 last.num_tokens += num_tokens
             else:
-                stay.pieces.append(Piece(kind, begin_s, at_s, num_tokens))
+                stay.pieces.append(Piece(kind, begin_s, end_s, num_tokens))
 
     def parked(self, request_id: str, now: float) -> None:
         """A request is not to be computed."""
@@ -217,11 +221,11 @@ class RunBuilder:
     # What it makes of it.
 
     def _at(self, now: float) -> float:
+        """Seconds of the run; they never go back."""
         if self._origin is None:
             self._origin = now
-        at_s = now - self._origin
-        self._run.end_s = max(self._run.end_s, at_s)
-        return at_s
+        self._run.end_s = max(self._run.end_s, now - self._origin)
+        return self._run.end_s
 
     def _seated(self, request_id: str, known: _Known, at_s: float) -> Stay:
         if known.stay is None:

@@ -177,6 +177,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         panel("Prefix cache hits", "Share of prompt tokens found there.", "percentunit",
               [(share(rate("vorrang_cached_tokens_total", "class"),
                       rate("vorrang_prompt_tokens_total", "class")), "{{class}}")], width=6),
+        panel("Guesses that were right", "Share of drafted tokens, where speculation is on.", "percentunit",
+              [(share(rate("vorrang_accepted_tokens_total", "class"),
+                      rate("vorrang_drafted_tokens_total", "class")), "{{class}}")], width=6),
     ],
     "Steps": [
         heat("Duration of steps", "Each column is a distribution.", "s",

@@ -28,7 +28,7 @@ class GrantDecision(NamedTuple):
     Attributes:
         request_id: whose.
         start: tokens computed before.
-        num_tokens: tokens granted.
+        num_tokens: known tokens granted; guesses behind them are not told.
         output_index: output token sampled after them; None mid-prefill.
         level: in force.
     """
@@ -229,7 +229,16 @@ class RecordingScheduler(Scheduler):
 
     def _decision(self, plan: Plan, now: float) -> Decision:
         grants = tuple(
-            tuple.__new__(GrantDecision, (request.request_id, start, num_tokens, output_index, request.level))
+            tuple.__new__(
+                GrantDecision,
+                (
+                    request.request_id,
+                    start,
+                    num_tokens if num_tokens == 1 else num_tokens - len(request.draft_token_ids),
+                    output_index,
+                    request.level,
+                ),
+            )
             for request, start, num_tokens, _, output_index in plan.grants
         )
         return Decision(

@@ -6,6 +6,7 @@ are those of the invariants in docs/SCHEDULING.md; ``tests.support.oracle`` hold
 single rules.
 """
 
+import dataclasses
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -295,7 +296,7 @@ class Driver:
         ids = [grant.request_id for grant in plan.grants]
         if failing:
             failures = {RequestId(name): error for name, error in failing.items()}
-            result = StepResult(result.sampled, failures, result.after_drafts)
+            result = dataclasses.replace(result, failures=failures)
             self.runner.fail(i for i in ids if i in result.failures)
         alive = {i for i in ids if i in self.seen_alive}
         idle = {i for i in alive if self.scheduler.find(i).status is not RequestStatus.RUNNING}

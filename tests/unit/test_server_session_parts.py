@@ -20,6 +20,10 @@ class FakeHandle:
     finished: bool = False
     told: list[str] = field(default_factory=list)
     error: VorrangError | None = None
+    allowed: int | None = None
+
+    def allow(self, num_output_tokens: int | None) -> None:
+        self.allowed = num_output_tokens
 
     def park(self) -> None:
         self.told.append("park")
@@ -38,6 +42,22 @@ def make_flow(handle: FakeHandle, granted_tokens: int | None = 5, timeout_s: flo
         max_unsent_tokens=10,
         slow_client_timeout_s=timeout_s,
     )
+
+
+@pytest.mark.asyncio
+async def test_the_engine_knows_how_long_the_output_may_become() -> None:
+    handle = FakeHandle()
+    flow = make_flow(handle)
+    assert handle.allowed == 5
+    flow.grant(3)
+    assert handle.allowed == 8
+    flow.unbind(True)
+    assert handle.allowed is None
+    flow.unbind(False)
+    flow.renew(20)
+    assert handle.allowed == 20
+    assert make_flow(handle, None) is not None
+    assert handle.allowed is None
 
 
 def produce(flow: Flow, handle: FakeHandle, num_tokens: int, num_unsent: int = 0) -> None:
