@@ -61,6 +61,24 @@ PARTS = (
         "continuous against static batches",
     ),
     Part(
+        "simulator",
+        ("bench/simulator.py", "--rounds", "3"),
+        "bench-simulator.json",
+        "steps a second in virtual time",
+    ),
+    Part(
+        "speculation",
+        ("bench/speculation.py", "--rounds", "3", "--threads", "1"),
+        "bench-speculation.json",
+        "guessed tokens at batch 1",
+    ),
+    Part(
+        "classes",
+        ("bench/classes.py", "--duration", "25"),
+        "bench-classes.json",
+        "latency by class through gRPC, policy beside policy",
+    ),
+    Part(
         "model",
         ("bench/model.py", "--repeats", "7"),
         "bench-model.json",

@@ -103,6 +103,7 @@ def tokens_of(events: list) -> list[int]:
     return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio
 async def test_greedy_output_alone_equals_transformers_generate():
     engine = Engine(SmallPool(512), default_model().tokenizer, SchedulerConfig(), check_integrity=True)
@@ -115,7 +116,7 @@ async def test_greedy_output_alone_equals_transformers_generate():
 
 
 @pytest.mark.asyncio
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.deep)])
 async def test_greedy_output_of_all_at_once_on_a_small_pool_equals_transformers_generate(depth):  # vLLM 68
     config = SchedulerConfig(max_running_requests=4, max_step_tokens=48, max_chunk_tokens=16)
     engine = Engine(

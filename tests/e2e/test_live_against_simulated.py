@@ -85,6 +85,7 @@ def errors(seen, predicted):
     }
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(110)
 def test_median_latencies_of_each_class_agree_within_five_percent(tmp_path):
     workload = parse_workload(WORKLOAD, seed=1)

@@ -68,6 +68,7 @@ async def test_a_servers_decisions_are_reproduced_by_another_process(tmp_path: P
     assert result.stderr == f"vorrang: {path}: line 10: must be a JSON object\n"
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio
 async def test_a_full_log_is_reported_once_and_replays(tmp_path: Path) -> None:
     path = tmp_path / "decisions.log"
@@ -89,6 +90,7 @@ def test_a_log_that_cannot_be_written_is_said_before_the_server_is_ready(tmp_pat
     assert result.stderr == f"vorrang: the decision log {path} can't be written: No such file or directory\n"
 
 
+@pytest.mark.deep
 def test_a_simulated_run_replays(tmp_path: Path) -> None:
     path = tmp_path / "decisions.log"
     arguments = ("steady", "--duration", "10", "--limit", "8", "--set", "max_running_requests=2")

@@ -38,7 +38,10 @@ def test_the_ready_line_says_what_computes(model: Path, options: tuple[str, ...]
 
 @pytest.mark.parametrize(
     ("stem", "said"),
-    [("Gemma2", "own decoder, reference kernels"), ("GPTNeoX", "transformers' modules, reference kernels")],
+    [
+        ("Gemma2", "own decoder, reference kernels"),
+        pytest.param("GPTNeoX", "transformers' modules, reference kernels", marks=pytest.mark.deep),
+    ],
 )
 def test_the_ready_line_says_whose_modules_compute(stem: str, said: str, tmp_path: Path) -> None:
     tiny(stem, tmp_path)
@@ -69,7 +72,7 @@ def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_p
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize("runner", ["process", "inline"])
+@pytest.mark.parametrize("runner", ["process", pytest.param("inline", marks=pytest.mark.deep)])
 def test_triton_without_a_card_ends_the_start_in_one_line(model: Path, runner: str) -> None:
     options = ("--model", str(model), "--kernels", "triton", "--runner", runner)
     result = run_cli("serve", "--listen", "127.0.0.1:0", *options)
@@ -79,6 +82,7 @@ def test_triton_without_a_card_ends_the_start_in_one_line(model: Path, runner: s
     assert line == "vorrang: kernels triton needs a GPU, and torch finds none"
 
 
+@pytest.mark.deep
 @pytest.mark.skipif(not CAN_BUILD, reason="needs AVX2")
 def test_weights_that_the_kernels_do_not_keep_end_the_start_in_one_line(model: Path) -> None:
     result = run_cli(
@@ -90,6 +94,7 @@ def test_weights_that_the_kernels_do_not_keep_end_the_start_in_one_line(model: P
     assert line == "vorrang: weights must be one of fp32, bf16, fp16, int8 with cpu kernels, got 'fp8'"
 
 
+@pytest.mark.deep
 def test_the_doctor_says_which_kernels_auto_chooses_and_why(tmp_path: Path) -> None:
     found = run_cli("doctor", extra={"PATH": "", "CXX": "", "VORRANG_CACHE_DIR": str(tmp_path)}).stdout
     (line,) = [line for line in found.splitlines() if line.startswith("kernels ")]

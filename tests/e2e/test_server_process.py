@@ -60,11 +60,11 @@ async def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_exits_z
 
 @pytest.mark.asyncio
 async def test_sigterm_during_64_running_and_64_queued_requests_ends_all_of_them() -> None:
-    settings = ("--scripted-step-ms", "10", "--max-running-requests", "64", "--grace-s", "1.5")
+    settings = ("--scripted-step-ms", "20", "--max-running-requests", "64", "--grace-s", "3")
     with server_process(*settings) as server:
         async with grpc.aio.insecure_channel(server.address) as channel, open_session(channel) as session:
             for number in range(64):  # half of them end within the grace
-                await session.start(f"run-{number}", spec([1], max_tokens=20 if number % 2 else 2000))
+                await session.start(f"run-{number}", spec([1], max_tokens=50 if number % 2 else 2000))
             await session.event("started", "run-63")
             for number in range(64):
                 await session.start(f"wait-{number}", spec([2], max_tokens=2000))
@@ -80,7 +80,7 @@ async def test_sigterm_during_64_running_and_64_queued_requests_ends_all_of_them
         whole = number % 2
         reason = types.FINISH_REASON_LENGTH if whole else types.FINISH_REASON_TIME_LIMIT
         assert finished.reason == reason, number
-        assert (len(session.tokens(f"run-{number}")) == 20) if whole else session.tokens(f"run-{number}")
+        assert (len(session.tokens(f"run-{number}")) == 50) if whole else session.tokens(f"run-{number}")
         failed = session.of(f"wait-{number}")[-1].failed
         assert failed.retryable
         assert reason_in(failed.status) == "DRAINING"

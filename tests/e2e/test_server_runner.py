@@ -121,7 +121,9 @@ def requests(dice: random.Random, num_tokens: int) -> dict[str, dict[str, object
 
 @pytest.mark.asyncio
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "times"), [(signal.SIGKILL, 10), (signal.SIGSTOP, 3)])
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGKILL, 10), pytest.param(signal.SIGSTOP, 3, marks=pytest.mark.deep)]
+)
 async def test_ten_deaths_during_sixty_four_streams_change_no_token(
     number: signal.Signals, times: int, tmp_path: Path
 ) -> None:
@@ -148,6 +150,7 @@ async def test_ten_deaths_during_sixty_four_streams_change_no_token(
     assert streams.num_preempted >= times
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio
 @pytest.mark.model
 @pytest.mark.slow
@@ -266,8 +269,8 @@ async def test_a_runner_that_never_comes_back_ends_the_server_with_status_1(tmp_
     assert '"runner.given_up"' in log
 
 
-@pytest.mark.parametrize("runner", ["process", "inline"])
-@pytest.mark.parametrize("what", ["missing", "truncated", "pool"])
+@pytest.mark.parametrize("runner", ["process", pytest.param("inline", marks=pytest.mark.deep)])
+@pytest.mark.parametrize("what", ["missing", "truncated", pytest.param("pool", marks=pytest.mark.deep)])
 @pytest.mark.model
 @pytest.mark.slow
 def test_what_keeps_a_model_from_being_loaded_is_said_alike(runner: str, what: str, tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def prompts(number: int) -> list[list[int]]:
     return [encode([ChatMessage("user", question)]) for question in asked[:number]]
 
 
-@pytest.mark.parametrize("number", [8, pytest.param(50, marks=pytest.mark.deep)])
+@pytest.mark.parametrize("number", [4, pytest.param(50, marks=pytest.mark.deep)])
 def test_outputs_are_those_of_a_run_without_guesses(number):
     asked = prompts(number)
     plain, _ = run(asked, 24, guesses=0)
@@ -92,6 +92,7 @@ def test_a_repetitive_text_takes_two_thirds_of_the_steps_at_most():
     assert num_guessed * 1.5 <= num_plain
 
 
+@pytest.mark.deep
 def test_sampled_outputs_are_the_same_too():
     prompt = [default_model().tokenizer.encode(REPETITIVE)]
     plain, _ = run(prompt, 32, guesses=0, temperature=0.8, seed=7)

@@ -121,7 +121,9 @@ async def serve_alone(folder):
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        ("qwen3", 2),  # a Llama is served below, before and after its ranks die
+        pytest.param(
+            "qwen3", 2, marks=pytest.mark.deep
+        ),  # a Llama is served below, before and after its ranks die
         pytest.param("qwen3", 4, marks=pytest.mark.deep),  # two ranks for each KV head; sums in order
     ],
 )
@@ -207,6 +209,7 @@ def test_a_rank_that_ends_while_it_loads_is_named(tmp_path):
     assert not is_running(pid)
 
 
+@pytest.mark.deep
 def test_a_rank_that_cannot_load_says_why_and_one_that_fails_later_is_a_loss(folders, tmp_path):
     losses = queue.SimpleQueue()
     followers = Followers(options(tmp_path), 2, hang_s=10.0, start_s_max=20.0)

@@ -72,6 +72,7 @@ def test_a_configuration_that_spills_fails_the_check(check_kernels, tmp_path, mo
     assert "spills" in capsys.readouterr().out
 
 
+@pytest.mark.deep
 def test_spills_are_found_on_amd_cards_too():
     entry = dataclasses.replace(prefill("gfx942", 64), num_warps=1)
     assert any("spills" in line for line in aot.problems(entry, "gfx942", aot.compile_entry(entry, "gfx942")))

@@ -37,6 +37,7 @@ def report(*arguments):
     return CliRunner().invoke(app, ["report", *map(str, arguments)])
 
 
+@pytest.mark.deep
 def test_policies_rates_and_seeds_become_one_page(workload_file, tmp_path):
     page = tmp_path / "r.html"
     result = report(

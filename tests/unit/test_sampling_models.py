@@ -169,6 +169,7 @@ async def test_a_device_does_the_same(graphs, folder, alone):
     assert_same(await served_by(model, specs()), alone)
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio
 async def test_so_do_steps_that_are_launched_ahead_in_a_process_that_dies(folder, alone):
     """Whoever must know its last token waits for it; the others go on."""
