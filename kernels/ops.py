@@ -26,6 +26,7 @@ from kernels.interface import (
     RunLayers,
     Sampled,
     SamplingInputs,
+    TokenMask,
     UnsupportedWeightType,
     WeightType,
 )
@@ -43,6 +44,7 @@ __all__ = [
     "RunLayers",
     "Sampled",
     "SamplingInputs",
+    "TokenMask",
     "UnsupportedWeightType",
     "WeightType",
     "add_rms_norm",
@@ -289,9 +291,9 @@ def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Choose a token for each row.
 
-    In this order: logits are adjusted (``LogitAdjustments``); ids leave that are banned or not
-    among the allowed ones; logits are divided by the temperature; the ``top_k`` likeliest stay;
-    of those the smallest set of likeliest whose mass reaches ``top_p``; of those the ones with at
+    In this order: logits are adjusted (``LogitAdjustments``); ids leave that are banned, not
+    among the allowed ones or not in a row's mask; logits are divided by the temperature; the
+    ``top_k`` likeliest stay; of those the smallest set of likeliest whose mass reaches ``top_p``; of those the ones with at
     least ``min_p`` times the likeliest one's probability; of those the most typical ones whose
     mass reaches ``typical_p`` (surprise closest to the entropy of what is left, equally close ones
     together; Meister et al., "Locally Typical Sampling", 2023); then the argmax of logit + Gumbel

@@ -119,6 +119,7 @@ class App:
             sessions=settings.session,
             rates=self._rates,
             metrics=self.metrics,
+            grammar_compile_s_max=settings.engine.grammar_compile_s_max,
         )
         self.health = Health()
         self.address = ""

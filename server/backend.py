@@ -88,6 +88,7 @@ class Backend:
         sessions: what sessions may cost, and how long lost ones are kept.
         rates: tokens a second by tenant; None = no limits.
         metrics: is told of refusals; None = its own.
+        grammar_compile_s_max: seconds a grammar may take to compile.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Backend:
         sessions: SessionSection | None = None,
         rates: TokenRates | None = None,
         metrics: Metrics | None = None,
+        grammar_compile_s_max: float = 10.0,
     ) -> None:
         self.settings = settings
         self.session_settings = sessions or SessionSection()
@@ -105,6 +107,7 @@ class Backend:
         self.metrics = metrics or Metrics()
         self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
+        self._grammar_compile_s_max = grammar_compile_s_max
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
         self._tickets: dict[RequestId, Ticket] = {}
@@ -157,6 +160,19 @@ class Backend:
                 now=self.engine.now(),
                 max_request_s=self.session_settings.max_request_s,
             )
+
+    async def prepare(self, draft: Draft) -> None:
+        """Have the grammar of a draft compiled, if it has one; other requests are served meanwhile.
+
+        Raises:
+            GrammarRefused, Unimplemented, QueueFull: see ``Engine.prepare``.
+
+        Cancellation: at once.
+        """
+        grammar = draft.sampling.grammar
+        if grammar is not None:
+            with self._refusals_counted():
+                await self.engine.prepare(grammar, self._grammar_compile_s_max)
 
     @property
     def default_level(self) -> int:

@@ -41,7 +41,7 @@ _UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, T
 _LEFT_OUT = {
     "label", "stop_strings", "include_stop_string", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "banned_sequences",
-    "logprobs", "packed",
+    "logprobs", "packed", "grammar",
 }  # fmt: skip
 #: Written only where they say something: logs without them are read, and replayed, as they always were.
 _OPTIONAL: Mapping[str, object] = {"family": "", "prompt_logprobs": None}
@@ -114,6 +114,8 @@ def _body(record: Record) -> dict[str, Any]:
             body |= {"call": "commit", "step": step, "sampled": dict(result.sampled)}
             if result.failures:
                 body["failures"] = dict(result.failures)
+            if result.complete:
+                body["complete"] = result.complete
     if record.events:
         body["events"] = record.events
     if record.error is not None:
@@ -205,9 +207,11 @@ def read_call(body: Mapping[str, Any]) -> tuple[Call, float]:
         case "commit":
             sampled = _member(body, "sampled", dict)
             failures = _member(body, "failures", dict) if "failures" in body else {}
+            complete = _read(frozenset[str], body.get("complete", []), "complete")
             result = StepResult(
                 {RequestId(i): _read(int, token, f"sampled.{i}") for i, token in sampled.items()},
                 {RequestId(i): _read(VorrangError, e, f"failures.{i}") for i, e in failures.items()},
+                complete=frozenset(map(RequestId, complete)),
             )
             return Committed(_read(int, body.get("step"), "step"), result), now
         case other:

@@ -150,6 +150,7 @@ def _packed(plan: Plan, result: StepResult) -> Message:
     """Sampled tokens in the order of the grants that sample, None for who failed."""
     sampled = [result.sampled.get(g.request_id) for g in plan.grants if g.output_index is not None]
     failures = {request_id: pack_error(error) for request_id, error in result.failures.items()}
-    if result.logprobs or result.prompt_logprobs:
-        return RESULT, plan.step, sampled, failures, result.logprobs, result.prompt_logprobs
+    if result.logprobs or result.prompt_logprobs or result.complete:
+        more = result.logprobs, result.prompt_logprobs, result.complete
+        return RESULT, plan.step, sampled, failures, *more
     return RESULT, plan.step, sampled, failures

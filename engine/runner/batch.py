@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import InvalidRequest
+from engine.errors import VorrangError
 from engine.request import RequestId
-from engine.runner.choices import LastTokens, choices_of
+from engine.runner.choices import GrammarSource, LastTokens, choices_of
 from engine.sampling import Needs
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Grant, Granted, Plan
 from kernels.ops import AttentionInputs, SamplingInputs
 
 Int64Array = NDArray[np.int64]
@@ -51,6 +51,7 @@ class Batch:
         unknown: place of each token that nobody knows yet, because the step before samples it, and
             whose it is; its id is 0.
         dead_ends: requests that may choose nothing, and why; they fail.
+        constrained: requests under a grammar that sample, and the place of that token in their outputs.
         num_logprobs: row of each request that wants the log probability of its token, and of how
             many likeliest.
         scored: whose prompts are scored, in order.
@@ -65,17 +66,24 @@ class Batch:
     sample_rows: torch.Tensor
     sampling: SamplingInputs
     unknown: tuple[tuple[int, RequestId], ...] = ()
-    dead_ends: tuple[tuple[RequestId, InvalidRequest], ...] = ()
+    dead_ends: tuple[tuple[RequestId, VorrangError], ...] = ()
+    constrained: tuple[tuple[Granted, int], ...] = ()
     num_logprobs: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
     score_rows: torch.Tensor = _NO_ROWS
     score_ids: torch.Tensor = _NO_ROWS
 
 
-def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = None) -> Batch:
+def build_batch(
+    plan: Plan,
+    block_size: int,
+    last_tokens: LastTokens | None = None,
+    grammars: GrammarSource | None = None,
+) -> Batch:
     """Lay out the grants of ``plan`` one after the other, without padding. CPU tensors.
 
-    ``last_tokens`` is asked when a request lacks its last token and can't choose without it.
+    ``last_tokens`` is asked when a request lacks its last token and can't choose without it, ``grammars``
+    when it has one.
 
     Invariant: ``plan`` has at least one grant, and every grant at least one token.
     """
@@ -97,7 +105,7 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
     slots = tables[owners, positions // block_size] * block_size + positions % block_size
     rows = [row for row, grant in enumerate(grants) if grant.output_index is not None]
     sampling = [grants[row] for row in rows]
-    inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens)
+    inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens, grammars)
     sampling_ids = tuple(grant.request_id for grant in sampling)
     wanting = np.flatnonzero(needs & Needs.LOGPROBS).tolist()
     is_decode = len(token_ids) == len(rows)  # a token each, and all sample: no prompt is scored then
@@ -117,6 +125,10 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
         sampling=inputs,
         unknown=tuple((int(query_start[row + 1]) - 1, grants[row].request_id) for row in unknown),
         dead_ends=tuple((sampling_ids[row], error) for row, error in dead_ends),
+        constrained=tuple(
+            (sampling[row].request, sampling[row].output_index or 0)
+            for row in np.flatnonzero(needs & Needs.GRAMMAR).tolist()
+        ),
         num_logprobs=tuple((row, sampling[row].sampling.logprobs or 0) for row in wanting),
         scored=scored,
         score_rows=score_rows,
@@ -133,14 +145,14 @@ def _block_tables(grants: Sequence[Grant], num_blocks: Int64Array) -> Int64Array
 
 
 def _sampling_inputs(
-    grants: Sequence[Grant], last_tokens: LastTokens | None
-) -> tuple[SamplingInputs, Int64Array, tuple[tuple[int, InvalidRequest], ...]]:
+    grants: Sequence[Grant], last_tokens: LastTokens | None, grammars: GrammarSource | None
+) -> tuple[SamplingInputs, Int64Array, tuple[tuple[int, VorrangError], ...]]:
     """How the rows choose, what each of them ``Needs``, and which of them can't choose anything."""
     packed = np.frombuffer(b"".join([grant.request.sampling.packed for grant in grants]), dtype=np.int64)
     columns = packed.reshape(-1, 7).T.copy()
     temperature, top_p, min_p, typical_p = columns[:4].view(np.float64)
     top_k, seed, needs = columns[4:]
-    choices = choices_of(grants, needs, last_tokens)
+    choices = choices_of(grants, needs, last_tokens, grammars)
     inputs = SamplingInputs(
         temperature=torch.from_numpy(temperature),
         top_k=torch.from_numpy(top_k),
@@ -153,6 +165,7 @@ def _sampling_inputs(
         adjustments=choices.adjustments,
         allowed=choices.allowed,
         typical_p=torch.from_numpy(typical_p) if (needs & Needs.TYPICAL).any() else None,
+        mask=choices.mask,
     )
     return inputs, needs, choices.dead_ends
 

@@ -255,7 +255,18 @@ class Scheduler:
             self._quarantine.release(plan, self._state)
         for request in booked.ended:
             booked.events.extend(self._end(request, now))
+        if result.complete:
+            booked.events.extend(self._end_complete(result, now))
         return booked.events
+
+    def _end_complete(self, result: StepResult, now: float) -> list[SchedulerEvent]:
+        """The end of the requests whose grammar leaves nothing to be said, unless they have ended already."""
+        requests = [self._state.requests.get(request_id) for request_id in result.sampled]
+        return [
+            self._state.finish(request, FinishReason.STOP, now)
+            for request in requests
+            if request is not None and request.request_id in result.complete
+        ]
 
     def _book(
         self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
