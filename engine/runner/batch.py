@@ -35,6 +35,7 @@ class Scored:
 
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
+_LOGPROBS, _TYPICAL, _GRAMMAR = int(Needs.LOGPROBS), int(Needs.TYPICAL), int(Needs.GRAMMAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ def build_batch(
     sampling = [grants[row] for row in rows]
     inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens, grammars)
     sampling_ids = tuple(grant.request_id for grant in sampling)
-    wanting = np.flatnonzero(needs & Needs.LOGPROBS).tolist()
+    wanting = np.flatnonzero(needs & _LOGPROBS).tolist()
     is_decode = len(token_ids) == len(rows)  # a token each, and all sample: no prompt is scored then
     scored, score_rows, score_ids = _NO_SCORES if is_decode else _scores(grants, query_start)
     return Batch(
@@ -127,7 +128,7 @@ def build_batch(
         dead_ends=tuple((sampling_ids[row], error) for row, error in dead_ends),
         constrained=tuple(
             (sampling[row].request, sampling[row].output_index or 0)
-            for row in np.flatnonzero(needs & Needs.GRAMMAR).tolist()
+            for row in np.flatnonzero(needs & _GRAMMAR).tolist()
         ),
         num_logprobs=tuple((row, sampling[row].sampling.logprobs or 0) for row in wanting),
         scored=scored,
@@ -164,7 +165,7 @@ def _sampling_inputs(
         banned_ids=torch.from_numpy(choices.banned_ids),
         adjustments=choices.adjustments,
         allowed=choices.allowed,
-        typical_p=torch.from_numpy(typical_p) if (needs & Needs.TYPICAL).any() else None,
+        typical_p=torch.from_numpy(typical_p) if (needs & _TYPICAL).any() else None,
         mask=choices.mask,
     )
     return inputs, needs, choices.dead_ends
