@@ -5,6 +5,7 @@ Pure: it knows no library.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ _FORMATS = frozenset({
     "date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
     "uri-reference", "uri-template", "json-pointer", "relative-json-pointer",
 })  # fmt: skip
+#: In a pattern: what a string must write with a backslash, which the compiler does not see to.
+_UNQUOTABLE = re.compile(r'["\x00-\x1f]|\\[\\xucnrtfvb0]')
 #: What replaces the constraints beside it.
 _WHOLE = ("$ref", "anyOf", "oneOf", "allOf", "enum", "const")
 _ANNOTATIONS = frozenset({
@@ -127,6 +130,12 @@ def _problem_of_type(schema: dict[str, Any]) -> str | None:
                 return f"have {name} without the type {owner}"
     if "pattern" in schema and ("minLength" in schema or "maxLength" in schema or "format" in schema):
         return "have a pattern beside minLength, maxLength or format"
+    patterns = [schema["pattern"]] if "pattern" in schema else []
+    if isinstance(schema.get("patternProperties"), dict):
+        patterns += schema["patternProperties"]
+    for pattern in patterns:
+        if isinstance(pattern, str) and _UNQUOTABLE.search(pattern):
+            return f"have the pattern {pattern!r} with a quote, backslash or control character in it"
     if "format" in schema and ("minLength" in schema or "maxLength" in schema):
         return "have a format beside minLength or maxLength"
     if "format" in schema and schema["format"] not in _FORMATS:

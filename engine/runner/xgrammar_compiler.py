@@ -4,7 +4,8 @@ The library imports torch and transformers, so this module is loaded where the m
 first grammar comes.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import numpy as np
 
 from engine.errors import Unimplemented
 from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec, shown
-from engine.runner.grammar import Grammar, Mask
+from engine.runner.grammar import Grammar, Mask, num_mask_words
 from engine.runner.json_schema import check_schema
+from engine.runner.utf8 import BETWEEN, STATES, State, after, allowed_from
 
 
 class XGrammarCompiler:
@@ -39,6 +41,14 @@ class XGrammarCompiler:
             raise Unimplemented("grammar (the server lacks the package xgrammar)") from error
         self._library: Any = xgrammar
         self._info = _tokenizer_info(xgrammar, folder, vocab_size, sorted(end_token_ids))
+        texts: list[bytes] = self._info.decoded_vocab
+        ends = {token_id for token_id in self._info.stop_token_ids if token_id < vocab_size}
+        is_text = _mask_of([bool(text) and token_id not in ends for token_id, text in enumerate(texts)])
+        self._vocabulary = _Vocabulary(
+            texts, {state: is_text & _mask_of(allowed_from(state, texts)) for state in STATES}
+        )
+        # JSON on one line holds no control character; the library lets them into strings of bounded length.
+        self._printable = _mask_of([min(text, default=0) >= ord(" ") for text in texts])
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """See ``GrammarCompiler``."""
@@ -51,7 +61,8 @@ class XGrammarCompiler:
         except (RuntimeError, ValueError, TypeError) as error:  # the library's own, by its converters
             rule = f"must compile ({_reason(error)})"
             raise GrammarRefused(spec, rule, spec.text or spec.choices) from error
-        return _Compiled(self._library, compiled, self._info.vocab_size)
+        only = self._printable if spec.kind is GrammarKind.JSON_SCHEMA else None
+        return _Compiled(self._library, compiled, self._vocabulary, only)
 
     def _compile(self, compiler: Any, spec: GrammarSpec) -> Any:
         match spec.kind:
@@ -67,35 +78,52 @@ class XGrammarCompiler:
                 return compiler.compile_grammar(f"root ::= {answers}")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Vocabulary:
+    """Bytes of every id, and which may be text at all in each state of a character."""
+
+    texts: Sequence[bytes]
+    allowed: Mapping[State, Mask]
+
+
 class _Compiled:
-    def __init__(self, library: Any, compiled: Any, vocab_size: int) -> None:
+    """A ``Grammar``; ``only`` are ids outside of which none is allowed."""
+
+    def __init__(self, library: Any, compiled: Any, vocabulary: _Vocabulary, only: Mask | None) -> None:
         self._library = library
         self._compiled = compiled
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
+        self._only = only
 
     def matcher(self) -> "_Matcher":
-        return _Matcher(self._library.GrammarMatcher(self._compiled), self._vocab_size)
+        return _Matcher(self._library.GrammarMatcher(self._compiled), self._vocabulary, self._only)
 
 
 class _Matcher:
-    """A ``Matcher``. The library's own end tokens are never accepted: who is at an end is not asked again."""
+    """A ``Matcher``. The library is never told of an end: who has ended is not asked again."""
 
-    def __init__(self, matcher: Any, vocab_size: int) -> None:
+    def __init__(self, matcher: Any, vocabulary: _Vocabulary, only: Mask | None) -> None:
         self._matcher = matcher
-        self._ends = frozenset(matcher.stop_token_ids)
-        self._vocab_size = vocab_size
+        self._vocabulary = vocabulary
+        self._only = only
+        self._state: State = BETWEEN
 
     def accept(self, token_id: int) -> bool:
-        return token_id not in self._ends and bool(self._matcher.accept_token(token_id))
+        vocabulary = self._vocabulary
+        is_text = bool(vocabulary.allowed[self._state][token_id >> 5] >> (token_id & 31) & 1)
+        if not is_text or not self._matcher.accept_token(token_id):
+            return False
+        state = after(self._state, vocabulary.texts[token_id])
+        assert state is not None, "the mask of the state allowed it"
+        self._state = state
+        return True
 
     def fill(self, mask: Mask) -> None:
         mask.fill(-1)  # the library writes nothing where all may come
         self._matcher.fill_next_token_bitmask(mask.reshape(1, -1))
-        bits = mask.view(np.uint32)
-        for token_id in self._ends:
-            bits[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
-        if rest := self._vocab_size % 32:  # bits past the vocabulary are left as they were
-            bits[-1] &= np.uint32((1 << rest) - 1)
+        mask &= self._vocabulary.allowed[self._state]
+        if self._only is not None:
+            mask &= self._only
 
     @property
     def may_end(self) -> bool:
@@ -103,6 +131,7 @@ class _Matcher:
 
     def reset(self) -> None:
         self._matcher.reset()
+        self._state = BETWEEN
 
 
 def _tokenizer_info(library: Any, folder: Path, vocab_size: int, end_token_ids: list[int]) -> Any:
@@ -123,6 +152,12 @@ def _tokenizer_info(library: Any, folder: Path, vocab_size: int, end_token_ids: 
         stop_token_ids=ends,
         add_prefix_space=detected.add_prefix_space,
     )
+
+
+def _mask_of(flags: Sequence[bool]) -> Mask:
+    bits = np.zeros(num_mask_words(len(flags)) * 32, dtype=np.bool_)
+    bits[: len(flags)] = flags
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _literal(text: str) -> str:
