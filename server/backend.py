@@ -18,6 +18,7 @@ from typing import Protocol
 import structlog
 
 from engine.errors import Draining, VorrangError
+from engine.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from engine.handle import Handle
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
@@ -319,6 +320,8 @@ class Backend:
             max_listed_token_ids=MAX_LISTED_TOKEN_IDS,
             max_banned_sequences=MAX_BANNED_SEQUENCES,
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
+            max_grammar_bytes=MAX_GRAMMAR_BYTES,
+            max_choices=MAX_CHOICES,
         )
 
 

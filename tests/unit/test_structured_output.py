@@ -55,7 +55,7 @@ def big_pool(folder):
 
 @pytest.fixture(scope="module")
 def small_pool(folder):
-    return load(str(folder), num_threads=1, num_blocks=20, block_size=8).model
+    return load(str(folder), num_threads=1, num_blocks=14).model
 
 
 def schema_spec(schema):
@@ -132,7 +132,7 @@ def requests_for(schemas):
 async def test_random_schemas_are_obeyed_and_preemption_changes_nothing(big_pool, small_pool, folder):
     schemas = many(24)
     calm = await served_by(big_pool, requests_for(schemas), folder)
-    pressed = await served_by(small_pool, requests_for(schemas), folder, depth=1)
+    pressed = await served_by(small_pool, requests_for(schemas), folder, depth=1, max_running_requests=14)
 
     for schema, events in zip(schemas, calm, strict=True):
         assert_valid(schema, events)
@@ -145,7 +145,7 @@ async def test_random_schemas_are_obeyed_and_preemption_changes_nothing(big_pool
 @pytest.mark.asyncio
 async def test_200_of_200_random_schemas_are_obeyed_under_preemption(small_pool, folder):
     schemas = many(200, seed=7)
-    found = await served_by(small_pool, requests_for(schemas), folder)
+    found = await served_by(small_pool, requests_for(schemas), folder, max_running_requests=14)
 
     for schema, events in zip(schemas, found, strict=True):
         assert_valid(schema, events)
