@@ -82,10 +82,9 @@ def apply_mask(logits: Tensor, mask: TokenMask) -> None:
     """Put minus infinity in the place of ids whose bit is not set, in place. Waits for nothing on a card."""
     device, vocab = logits.device, logits.shape[1]
     rows = mask.rows.to(device, non_blocking=True)
-    bits = mask.bits.to(device, non_blocking=True)
-    places = torch.arange(vocab, device=device)
-    words = bits.index_select(1, places >> 5)
-    is_out = (words >> (places & 31).to(torch.int32)) & 1 == 0
+    octets = mask.bits.to(device, non_blocking=True).contiguous().view(torch.uint8).unsqueeze(-1)
+    places = torch.arange(8, device=device, dtype=torch.uint8)
+    is_out = ((octets >> places) & 1 == 0).flatten(1)[:, :vocab]
     logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_out, float("-inf")))
 
 

@@ -141,7 +141,6 @@ async def test_random_schemas_are_obeyed_and_preemption_changes_nothing(big_pool
     assert [tokens_of(events) for events in pressed] == [tokens_of(events) for events in calm]
 
 
-@pytest.mark.deep
 @pytest.mark.asyncio
 async def test_200_of_200_random_schemas_are_obeyed_under_preemption(small_pool, folder):
     schemas = many(200, seed=7)
