@@ -24,7 +24,6 @@ async def test_a_choice_is_obeyed_and_ends_the_output(channel: Any) -> None:
     async with open_session(channel) as session:
         for seed in range(3):
             await session.start(str(seed), answers(*ANSWERS, seed=seed))
-        for seed in range(3):
             end = (await session.end_of(str(seed))).finished
             assert session.text(str(seed)) in ANSWERS
             assert end.reason == types.FINISH_REASON_STOP
@@ -46,6 +45,7 @@ async def test_a_choice_is_obeyed_and_ends_the_output(channel: Any) -> None:
 async def test_a_bad_grammar_is_refused_by_field_and_alone(
     channel: Any, grammar: types.Grammar, field: str
 ) -> None:
+    """vLLM 16: here it is refused before it is queued."""
     message = spec("x")
     message.grammar.CopyFrom(grammar)
     message.grammar.SetInParent()

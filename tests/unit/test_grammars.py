@@ -80,6 +80,7 @@ def test_a_grammar_that_is_empty_or_too_large_is_refused(kind, text, choices, fi
 
 
 def test_a_constraint_follows_its_output_forwards_and_back():
+    """vLLM 17."""
     one = constraint()
     assert ids_of(one.mask([], [])) == sorted({ord("y"), ord("n")})
     one.follow(b"ye")
@@ -218,6 +219,7 @@ async def test_a_process_compiles_beside_its_steps_and_again_after_its_death():
 
 @pytest.mark.asyncio
 async def test_a_slow_compilation_holds_up_nobody_and_times_out():
+    """vLLM 18: here it is not even queued."""
     runner, compiler = ScriptedRunner(64, 16), SlowCompiler()
     runner.grammars = Grammars(lambda: compiler)
     settings = {"engine.grammar_compile_s_max": 1.5}

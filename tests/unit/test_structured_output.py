@@ -268,6 +268,7 @@ BAD = [
 @pytest.mark.asyncio
 @pytest.mark.parametrize(("kind", "text", "reason"), BAD, ids=lambda value: str(value)[:20])
 async def test_what_cant_be_compiled_is_refused_with_field_and_reason(kind, text, reason, big_pool):
+    """vLLM 16."""
     runner = InlineRunner(big_pool)
     with pytest.raises(GrammarRefused, match=re.escape(reason)) as refused:
         await runner.prepare(GrammarSpec(kind, text))
