@@ -10,7 +10,8 @@ import pytest
 from clients.python import InvalidRequest as RefusedByServer
 from clients.python import Unimplemented, VorrangClient
 from clients.python.request import encode_spec
-from engine.errors import InvalidRequest, QueueFull
+from engine.decisions.codec import parse, read_call, record_line
+from engine.errors import InternalError, InvalidRequest, QueueFull
 from engine.events import Delta, Failed, Finished, Preempted
 from engine.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, GrammarKind, GrammarRefused, GrammarSpec
 from engine.loop import Engine
@@ -25,6 +26,9 @@ from engine.runner.sources import ScriptedSource
 from engine.runner.utf8 import STATES, after, allowed_from
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.decisions import Committed, Record
+from engine.scheduler.plan import StepResult
+from tests.support.runners import LIMITS, FatalGrammars
 from tests.support.server import running_server
 
 ANSWERS = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no", "yesterday", "né"))
@@ -215,6 +219,32 @@ async def test_a_process_compiles_beside_its_steps_and_again_after_its_death():
         assert text_of((await run_engine(runner, [request("a")]))[0]) == text_of(wanted[0])
     finally:
         await runner.close()
+
+
+@pytest.mark.asyncio
+async def test_a_grammar_that_kills_the_process_fails_alone():
+    runner = await ProcessRunner.start(FatalGrammars(64, 4), LIMITS)
+    try:
+        await runner.prepare(ANSWERS)
+        with pytest.raises(InternalError):
+            await runner.prepare(choice("exit"))
+        assert runner.statistics().num_restarts <= 1
+        await runner.prepare(choice("on", "off"))
+        assert runner.statistics().num_restarts == 1
+        runner.take_loss()
+        found = await run_engine(runner, [request("a"), request("b", choice("on", "off"))])
+        assert [text_of(events) in {"on", "off", *ANSWERS.choices} for events in found] == [True, True]
+    finally:
+        await runner.close()
+
+
+def test_the_decision_log_says_whose_grammar_had_no_more():
+    said = Committed(3, StepResult({RequestId("a"): 5}, complete=frozenset({RequestId("a")})))
+    plain = Committed(4, StepResult({RequestId("a"): 5}))
+    for call in (said, plain):
+        line = record_line(Record(call, 1.0, (), None))
+        assert ("complete" in line) == (call is said)
+        assert read_call(parse(line.encode())) == (call, 1.0)
 
 
 @pytest.mark.asyncio
