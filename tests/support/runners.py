@@ -65,7 +65,7 @@ class FatalModel(ScriptedModel):
 
 @dataclass(frozen=True, slots=True)
 class FatalGrammars(ScriptedSource):
-    """The scripted model, but the answer "exit" kills the process that compiles it."""
+    """The scripted model, but the answer "exit" kills the process that compiles it, "sleep" takes long."""
 
     def load(self, pool):
         model = ScriptedModel(self)
@@ -77,6 +77,8 @@ class FatalCompiler(ByteCompiler):
     def compile(self, spec):
         if "exit" in spec.choices:
             os._exit(3)
+        if "sleep" in spec.choices:
+            time.sleep(1.5)
         return super().compile(spec)
 
 

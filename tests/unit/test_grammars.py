@@ -222,7 +222,7 @@ async def test_a_process_compiles_beside_its_steps_and_again_after_its_death():
 
 
 @pytest.mark.asyncio
-async def test_a_grammar_that_kills_the_process_fails_alone():
+async def test_a_grammar_that_kills_or_occupies_the_process_fails_or_waits_alone():
     runner = await ProcessRunner.start(FatalGrammars(64, 4), LIMITS)
     try:
         await runner.prepare(ANSWERS)
@@ -232,7 +232,10 @@ async def test_a_grammar_that_kills_the_process_fails_alone():
         await runner.prepare(choice("on", "off"))
         assert runner.statistics().num_restarts == 1
         runner.take_loss()
+        slow = asyncio.create_task(runner.prepare(choice("sleep")))
         found = await run_engine(runner, [request("a"), request("b", choice("on", "off"))])
+        assert not slow.done(), "the steps waited for it"
+        await slow
         assert [text_of(events) in {"on", "off", *ANSWERS.choices} for events in found] == [True, True]
     finally:
         await runner.close()
