@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import structlog
 
 from engine.clock import Clock, MonotonicClock
-from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
+from engine.errors import Draining, InternalError, SlowConsumer, Unimplemented, VorrangError
 from engine.events import (
     Delta,
     Failed,
@@ -29,12 +29,22 @@ from engine.events import (
     SchedulerEvent,
     TokensSampled,
 )
+from engine.grammar import GrammarRefused, GrammarSpec
 from engine.handle import RequestHandle
 from engine.in_flight import StepsInFlight
 from engine.look import ClassLook, RequestLook, class_looks, looks
 from engine.observer import EngineObserver
 from engine.request import FinishReason, RequestId, RequestSpec, RequestStatus
-from engine.runner.base import ModelInfo, MortalRunner, PipelinedRunner, PoolShape, Runner, RunnerLost
+from engine.runner.base import (
+    ConstrainingRunner,
+    ModelInfo,
+    MortalRunner,
+    PipelinedRunner,
+    PoolShape,
+    Runner,
+    RunnerDead,
+    RunnerLost,
+)
 from engine.scheduler.commands import Allow, Command, Fail, Finish, LoseKv
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
@@ -261,6 +271,31 @@ class Engine:
         self._dispatch(displaced)
         self._wake.set()
         return handle
+
+    async def prepare(self, grammar: GrammarSpec, timeout_s: float) -> None:
+        """Have a grammar compiled before a request with it is submitted; steps go on meanwhile.
+
+        Raises:
+            GrammarRefused: it can't be compiled, or not within ``timeout_s`` seconds.
+            Unimplemented, QueueFull, InternalError: see ``ConstrainingRunner.prepare``.
+            Draining: nothing is computed any more.
+
+        Cancellation: at once.
+        """
+        if not isinstance(self._runner, ConstrainingRunner):
+            raise Unimplemented("grammar")
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._runner.prepare(grammar)
+        except TimeoutError:
+            rule = "must compile in time, in seconds"
+            raise GrammarRefused(grammar, rule, f"more than {timeout_s:g}") from None
+        except RunnerDead:
+            raise Draining from None
+        except VorrangError:
+            raise
+        except Exception as error:
+            raise self._incident("grammar.failed", error) from error
 
     def now(self) -> float:
         """Time on the engine's clock, in seconds; deadlines are on it."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from engine.errors import InvalidRequest
+from engine.grammar import GrammarSpec
 
 SEED_MAX = 2**64 - 1
 MAX_STOP_STRINGS = 16
@@ -33,6 +34,7 @@ class Needs(enum.IntFlag):
     LOGPROBS = 16
     #: The tokens before it must be known; who plans ahead of them has to wait.
     TOKENS = 32
+    GRAMMAR = 64
 
 
 #: temperature, top_p, min_p, typical_p, top_k, seed, needs
@@ -45,8 +47,8 @@ class SamplingParams:
 
     Order of operations: ``logit_bias`` is added; ``repetition_penalty``, then
     ``frequency_penalty`` and ``presence_penalty``; ids leave that are banned, would
-    complete a banned sequence, are not among the allowed ones, or would end the output
-    before ``min_tokens``; logits are divided by ``temperature``; then ``top_k``,
+    complete a banned sequence, are not among the allowed ones, break the grammar, or would
+    end the output before ``min_tokens``; logits are divided by ``temperature``; then ``top_k``,
     ``top_p``, ``min_p`` and ``typical_p`` each cut the distribution left by the one
     before; then an argmax over logit + Gumbel noise, whose noise is a function of
     (``seed``, output index, token id) alone. ``temperature == 0`` is the exact argmax,
@@ -75,6 +77,7 @@ class SamplingParams:
         banned_sequences: ids in a row, of which the last is never sampled after the others.
         logprobs: report the log probability of each output token, and of so many likeliest; None = don't.
         prompt_logprobs: the same for the prompt's tokens but the first; None = don't.
+        grammar: what the output must match; None = anything.
         packed: what is read of all requests in every step, as seven 64-bit words; made of the others.
 
     Raises:
@@ -102,6 +105,7 @@ class SamplingParams:
     banned_sequences: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
     packed: bytes = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -188,7 +192,8 @@ class SamplingParams:
     @property
     def may_be_guessed(self) -> bool:
         """Whether output tokens may be guessed and verified: choosing one takes no record of the others."""
-        return self.logprobs is None and not self.penalises and not self.banned_sequences
+        plain = self.logprobs is None and self.grammar is None
+        return plain and not self.penalises and not self.banned_sequences
 
     @property
     def penalises(self) -> bool:
@@ -209,6 +214,8 @@ class SamplingParams:
             needs |= Needs.LOGPROBS
         if self.penalises or any(len(sequence) > 1 for sequence in self.banned_sequences):
             needs |= Needs.TOKENS
+        if self.grammar is not None:
+            needs |= Needs.GRAMMAR | Needs.TOKENS
         numbers = (self.temperature, self.top_p, self.min_p, self.typical_p)
         return _PACKED.pack(*numbers, min(self.top_k, 2**63 - 1), self.seed, needs)
 

@@ -242,6 +242,20 @@ class AllowedIds:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenMask:
+    """Rows whose ids are told one by one, as one bit each.
+
+    Attributes:
+        rows: ``[n]`` int64, those rows, each once.
+        bits: ``[n, ceil(vocab / 32)]`` int32; bit ``i % 32`` of word ``i // 32`` tells whether id ``i``
+            may be chosen. Bits past the vocabulary are not read.
+    """
+
+    rows: Tensor
+    bits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """How each of ``R`` rows chooses its token. One entry a row, on any device.
 
@@ -257,6 +271,7 @@ class SamplingInputs:
         adjustments: penalties and biases, which come before everything else; None = none.
         allowed: rows that may choose certain ids alone; None = none.
         typical_p: ``[R]`` float64; 1 = off; None = off for all.
+        mask: rows under a grammar; None = none.
     """
 
     temperature: Tensor
@@ -270,6 +285,7 @@ class SamplingInputs:
     adjustments: LogitAdjustments | None = None
     allowed: AllowedIds | None = None
     typical_p: Tensor | None = None
+    mask: TokenMask | None = None
 
 
 @dataclass(frozen=True, slots=True)

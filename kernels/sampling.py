@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.interface import LogitAdjustments, LogProbs, Sampled, SamplingInputs
+from kernels.interface import LogitAdjustments, LogProbs, Sampled, SamplingInputs, TokenMask
 
 _MASK = 2**64 - 1
 #: Vocabularies up to this size are sorted whole, all rows at once; of larger ones each row ranks no more than
@@ -67,12 +67,25 @@ def restrict(logits: Tensor, inputs: SamplingInputs) -> Tensor:
         logits[allowed.restricted_rows] = float("-inf")
         logits[allowed.rows, allowed.token_ids] = kept
         restricted = torch.cat([restricted, allowed.restricted_rows])
+    if inputs.mask is not None:
+        apply_mask(logits, inputs.mask)
+        restricted = torch.cat([restricted, inputs.mask.rows])
     if inputs.banned_ids.numel():
         logits[inputs.banned_rows, inputs.banned_ids] = float("-inf")
     if not restricted.numel():
         return restricted
     rows: Tensor = restricted.unique()  # type: ignore[no-untyped-call]
     return rows
+
+
+def apply_mask(logits: Tensor, mask: TokenMask) -> None:
+    """Put minus infinity in the place of ids whose bit is not set, in place. Waits for nothing on a card."""
+    device, vocab = logits.device, logits.shape[1]
+    rows = mask.rows.to(device, non_blocking=True)
+    octets = mask.bits.to(device, non_blocking=True).contiguous().view(torch.uint8).unsqueeze(-1)
+    places = torch.arange(8, device=device, dtype=torch.uint8)
+    is_out = ((octets >> places) & 1 == 0).flatten(1)[:, :vocab]
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(is_out, float("-inf")))
 
 
 def adjust(logits: Tensor, adjustments: LogitAdjustments) -> None:

@@ -18,6 +18,7 @@ from typing import Protocol
 import structlog
 
 from engine.errors import Draining, VorrangError
+from engine.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES
 from engine.handle import Handle
 from engine.lives.recorder import LifeRecorder
 from engine.loop import Engine
@@ -90,6 +91,7 @@ class Backend:
         rates: tokens a second by tenant; None = no limits.
         metrics: is told of refusals; None = its own.
         lives: keeps where the time of requests went; None = nobody does.
+        grammar_compile_s_max: seconds a grammar may take to compile.
     """
 
     def __init__(
@@ -101,6 +103,7 @@ class Backend:
         rates: TokenRates | None = None,
         metrics: Metrics | None = None,
         lives: LifeRecorder | None = None,
+        grammar_compile_s_max: float = 10.0,
     ) -> None:
         self.settings = settings
         self.session_settings = sessions or SessionSection()
@@ -109,6 +112,7 @@ class Backend:
         self.lives = lives
         self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
+        self._grammar_compile_s_max = grammar_compile_s_max
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
         self._tickets: dict[RequestId, Ticket] = {}
@@ -161,6 +165,19 @@ class Backend:
                 now=self.engine.now(),
                 max_request_s=self.session_settings.max_request_s,
             )
+
+    async def prepare(self, draft: Draft) -> None:
+        """Have the grammar of a draft compiled, if it has one; other requests are served meanwhile.
+
+        Raises:
+            GrammarRefused, Unimplemented, QueueFull: see ``Engine.prepare``.
+
+        Cancellation: at once.
+        """
+        grammar = draft.sampling.grammar
+        if grammar is not None:
+            with self._refusals_counted():
+                await self.engine.prepare(grammar, self._grammar_compile_s_max)
 
     @property
     def default_level(self) -> int:
@@ -322,6 +339,8 @@ class Backend:
             max_listed_token_ids=MAX_LISTED_TOKEN_IDS,
             max_banned_sequences=MAX_BANNED_SEQUENCES,
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
+            max_grammar_bytes=MAX_GRAMMAR_BYTES,
+            max_choices=MAX_CHOICES,
         )
 
 

@@ -23,6 +23,7 @@ from server.convert_sampling import (
     check_allowed,
     check_sampling_ids,
     check_token_ids,
+    grammar_of,
     num_outputs_of,
     sampling_of,
 )
@@ -33,8 +34,6 @@ from vorrang.v1 import types_pb2 as types
 MAX_LABEL_BYTES = 128
 _NANOSECONDS = 1_000_000_000
 
-#: Fields that this version answers with UNIMPLEMENTED when they are present at all.
-_UNSUPPORTED_SPEC = ("grammar",)
 _FINISH_REASONS = {
     FinishReason.STOP: types.FINISH_REASON_STOP,
     FinishReason.STOP_STRING: types.FINISH_REASON_STOP_STRING,
@@ -115,6 +114,8 @@ def draft_of(
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
     sampling = sampling_of(spec.sampling, default_max_tokens)
+    if spec.HasField("grammar"):
+        sampling = dataclasses.replace(sampling, grammar=grammar_of(spec.grammar))
     check_sampling_ids(sampling, info)
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
@@ -228,9 +229,6 @@ def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Cal
 
 
 def _refuse_unsupported(spec: types.GenerationSpec) -> None:
-    for name in _UNSUPPORTED_SPEC:
-        if spec.HasField(name):
-            raise Unimplemented(name)
     if spec.adapter:
         raise Unimplemented("adapter")
 

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Iterable
 
 from engine.errors import InvalidRequest
+from engine.grammar import GrammarKind, GrammarSpec
 from engine.runner.base import ModelInfo
 from engine.sampling import MAX_BANNED_SEQUENCES, MAX_OUTPUTS, MAX_SEQUENCE_TOKENS, SamplingParams
 from engine.text import Tokenizer
@@ -77,6 +78,20 @@ def check_token_ids(token_ids: Iterable[int], info: ModelInfo, *, field: str) ->
     for index, token_id in enumerate(token_ids):
         if token_id >= info.vocab_size:
             raise InvalidRequest(f"{field}[{index}]", f"must be less than {info.vocab_size}", token_id)
+
+
+def grammar_of(grammar: types.Grammar) -> GrammarSpec:
+    """What the output must match; whether it compiles is seen later.
+
+    Raises:
+        InvalidRequest: no form is set, or it is empty or too large.
+    """
+    form = grammar.WhichOneof("value")
+    if form is None:
+        raise InvalidRequest("grammar", "must be a json_schema, regex, ebnf or choice", None)
+    if form == "choice":
+        return GrammarSpec(GrammarKind.CHOICE, choices=tuple(grammar.choice.options))
+    return GrammarSpec(GrammarKind(form), getattr(grammar, form))
 
 
 def num_outputs_of(spec: types.GenerationSpec, sampling: SamplingParams) -> int:

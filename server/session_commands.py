@@ -196,8 +196,11 @@ class SessionCommands:
         self._registry.add(record, request)
         self._writer.adopt(request)
         request.attach(self._writer)
-        before = self._turns.get(request.level)
-        mine = self._turns[request.level] = asyncio.Event()
+        mine, before = asyncio.Event(), self._turns.get(request.level)
+        if draft.sampling.grammar is None:
+            self._turns[request.level] = mine
+        else:  # nobody waits for its grammar to be compiled
+            before = None
         self._preparing.add(request)
         self._spawn(self._submit(request, draft, before, mine))
 
@@ -232,11 +235,12 @@ class SessionCommands:
     async def _submit(
         self, request: LiveRequest, draft: Draft, before: asyncio.Event | None, mine: asyncio.Event
     ) -> None:
-        """Tokenise and submit; within a level in the order of the frames.
+        """Tokenise and submit; within a level in the order of the frames, but for those with grammars.
 
         Cancellation: the request never was.
         """
         try:
+            await self._backend.prepare(draft)
             draft = await with_bad_words(draft, self._backend.engine)
             token_ids = await token_ids_of(draft)
             if before is not None:

@@ -126,6 +126,26 @@ func WithMaxTokens(tokens uint32) RequestOption {
 	return func(s *requestSettings) { s.sampling().MaxTokens = proto.Uint32(tokens) }
 }
 
+// WithJSONSchema has the output obey a JSON schema. Of this, [WithRegex] and [WithChoice] the last one counts.
+func WithJSONSchema(schema string) RequestOption {
+	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_JsonSchema{JsonSchema: schema}})
+}
+
+// WithRegex has the whole output match a regular expression.
+func WithRegex(expression string) RequestOption {
+	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_Regex{Regex: expression}})
+}
+
+// WithChoice has the output be one of several answers.
+func WithChoice(answers ...string) RequestOption {
+	choice := &vorrangv1.Choice{Options: answers}
+	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_Choice{Choice: choice}})
+}
+
+func withGrammar(grammar *vorrangv1.Grammar) RequestOption {
+	return func(s *requestSettings) { s.spec.Grammar = grammar }
+}
+
 // WithOutputs asks for several outputs of the prompt, each with a seed of its own; see [Result.Outputs].
 func WithOutputs(count uint32) RequestOption {
 	return func(s *requestSettings) { s.spec.NumOutputs = proto.Uint32(count) }

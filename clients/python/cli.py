@@ -102,6 +102,14 @@ def generate(
     prompt_logprobs: Annotated[
         int | None, typer.Option(min=0, help="The same for the tokens of the prompt.")
     ] = None,
+    json_schema: Annotated[
+        typer.FileText | None, typer.Option(help="File with a JSON schema that the output obeys; - = input.")
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Expression that the whole output matches.")] = None,
+    ebnf: Annotated[
+        typer.FileText | None, typer.Option(help="File with a grammar that the output obeys.")
+    ] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="An answer that may be given; repeatable.")] = None,
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say when it waits and goes on.")] = False,
     as_json: Annotated[
@@ -135,7 +143,13 @@ def generate(
         "n": n,
         "logprobs": logprobs,
         "prompt_logprobs": prompt_logprobs,
+        "json_schema": json_schema.read() if json_schema is not None else None,
+        "regex": regex,
+        "ebnf": ebnf.read() if ebnf is not None else None,
+        "choice": choice,
     }
+    if sum(chosen[name] is not None for name in ("json_schema", "regex", "ebnf", "choice")) > 1:
+        raise typer.BadParameter("give at most one of --json-schema, --regex, --ebnf and --choice")
     options = RequestOptions(label="vorrangctl generate")
     options.update({name: value for name, value in chosen.items() if value is not None})  # type: ignore[typeddict-item]
     if chat or system:

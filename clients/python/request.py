@@ -1,7 +1,8 @@
 """How a caller says what to generate: keyword options, turned into a ``GenerationSpec``."""
 
+import json
 from collections.abc import Mapping, Sequence
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -48,6 +49,9 @@ class RequestOptions(SamplingOptions, total=False):
     partial output stands. ``credit_tokens`` are the output tokens a request in a
     session may be ahead of its reader; None = the session's. ``label`` is free text
     for the server's logs. ``n`` is the number of outputs (``Result.outputs``).
+
+    The output must match one of ``json_schema`` (JSON, or what ``json.dumps`` makes JSON of),
+    ``regex``, ``ebnf`` and ``choice`` (the answers), where one is given.
     """
 
     messages: Messages
@@ -59,12 +63,17 @@ class RequestOptions(SamplingOptions, total=False):
     total_timeout_s: float
     credit_tokens: int | None
     n: int
+    json_schema: str | Mapping[str, Any] | bool
+    regex: str
+    ebnf: str
+    choice: Sequence[str]
 
 
 #: What the names of classes stand for.
 CLASS_LEVELS = {"interactive": -10, "standard": 0, "batch": 10}
 _LEVELS = range(-100, 101)
 
+_GRAMMARS = ("json_schema", "regex", "ebnf", "choice")
 _SAMPLING_NAMES = SamplingOptions.__annotations__.keys()
 _SPEC_NAMES = RequestOptions.__annotations__.keys() - _SAMPLING_NAMES
 
@@ -125,7 +134,8 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
     """A request as the wire has it.
 
     Raises:
-        ValueError: see ``encode_prompt``; also a value the wire can't carry, such as a negative count.
+        ValueError: see ``encode_prompt``; several grammars; also a value the wire can't carry, such as a
+            negative count.
         TypeError: an option of no known name, or of a wrong type.
     """
     unknown = options.keys() - _SAMPLING_NAMES - _SPEC_NAMES
@@ -149,7 +159,26 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
         spec.queue_timeout.CopyFrom(_duration(options["queue_timeout_s"]))
     if "total_timeout_s" in options:
         spec.total_timeout.CopyFrom(_duration(options["total_timeout_s"]))
+    if grammar := [name for name in _GRAMMARS if name in options]:
+        spec.grammar.CopyFrom(_encode_grammar(grammar, options))
     return spec
+
+
+def _encode_grammar(names: Sequence[str], options: RequestOptions) -> types_pb2.Grammar:
+    if len(names) > 1:
+        raise ValueError(f"give at most one of {', '.join(_GRAMMARS)}")
+    if "choice" in options:
+        choice = options["choice"]
+        if isinstance(choice, str):
+            raise TypeError("choice must be several strings")
+        return types_pb2.Grammar(choice=types_pb2.Choice(options=choice))
+    if "json_schema" in options:
+        schema = options["json_schema"]
+        text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+        return types_pb2.Grammar(json_schema=text)
+    if "regex" in options:
+        return types_pb2.Grammar(regex=options["regex"])
+    return types_pb2.Grammar(ebnf=options["ebnf"])
 
 
 def _encode_sampling(options: RequestOptions) -> types_pb2.SamplingParams:

@@ -41,7 +41,7 @@ _UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, T
 _LEFT_OUT = {
     "label", "stop_strings", "include_stop_string", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "banned_sequences",
-    "logprobs", "packed",
+    "logprobs", "packed", "grammar",
 }  # fmt: skip
 #: Written only where they say something: logs without them are read, and replayed, as they always were.
 _OPTIONAL: Mapping[str, object] = {
@@ -119,6 +119,8 @@ def _body(record: Record) -> dict[str, Any]:
                 body["failures"] = dict(result.failures)
             if result.after_drafts:
                 body["after_drafts"] = dict(result.after_drafts)
+            if result.complete:
+                body["complete"] = result.complete
     if record.events:
         body["events"] = record.events
     if record.error is not None:
@@ -211,9 +213,11 @@ def read_call(body: Mapping[str, Any]) -> tuple[Call, float]:
             sampled = _member(body, "sampled", dict)
             failures = _member(body, "failures", dict) if "failures" in body else {}
             after_drafts = _member(body, "after_drafts", dict) if "after_drafts" in body else {}
+            complete = _read(frozenset[str], body.get("complete", []), "complete")
             result = StepResult(
                 {RequestId(i): _read(int, token, f"sampled.{i}") for i, token in sampled.items()},
                 {RequestId(i): _read(VorrangError, e, f"failures.{i}") for i, e in failures.items()},
+                complete=frozenset(map(RequestId, complete)),
                 after_drafts={
                     RequestId(i): _read(tuple[int, ...], token_ids, f"after_drafts.{i}")
                     for i, token_ids in after_drafts.items()

@@ -318,6 +318,7 @@ def _on_cpu(
     from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
     from engine.models.transformers_decoder import TransformersDecoder
+    from engine.runner.grammars import grammars_of
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
@@ -336,7 +337,8 @@ def _on_cpu(
     if num_blocks is None:
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
     pool = KvPool(layout, num_blocks, block_size)
-    return TorchModel(info, decoder, pool, num_threads=num_threads), weight_type
+    grammars = grammars_of(info, folder)
+    return TorchModel(info, decoder, pool, num_threads=num_threads, grammars=grammars), weight_type
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
+from engine.grammar import GrammarSpec
 from engine.scheduler.plan import Plan, StepResult
 
 
@@ -140,6 +141,26 @@ class PipelinedRunner(Runner, Protocol):
             the one that was being computed.
 
         Cancellation of the future: as for ``execute``; it is done only then.
+        """
+        ...
+
+
+@runtime_checkable
+class ConstrainingRunner(Runner, Protocol):
+    """A runner that can hold outputs to a grammar; any other fails a request that has one."""
+
+    async def prepare(self, grammar: GrammarSpec) -> None:
+        """Have a grammar compiled beside the steps, which do not wait for it.
+
+        It is kept for a while; a request whose grammar is not there (any more) makes a step wait.
+
+        Raises:
+            GrammarRefused: it can't be compiled.
+            Unimplemented: the model offers none, or none of this kind.
+            QueueFull: too many are being compiled.
+            InternalError: what compiles died of it.
+
+        Cancellation: at once; it is compiled nevertheless.
         """
         ...
 

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import InvalidRequest, VorrangError
+from engine.errors import VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
-from engine.runner.choices import LastTokens, choices_of
+from engine.runner.choices import GrammarSource, LastTokens, choices_of, completed
 from engine.sampling import Needs
-from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from kernels.ops import AttentionInputs, SamplingInputs
 
 Int64Array = NDArray[np.int64]
@@ -36,7 +36,7 @@ class Scored:
 
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
-_LOGPROBS, _TYPICAL = int(Needs.LOGPROBS), int(Needs.TYPICAL)
+_LOGPROBS, _TYPICAL, _GRAMMAR = int(Needs.LOGPROBS), int(Needs.TYPICAL), int(Needs.GRAMMAR)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class Batch:
         unknown: place of each token that nobody knows yet, because the step before samples it, and
             whose it is; its id is 0.
         dead_ends: requests that may choose nothing, and why; they fail.
+        constrained: requests under a grammar that sample, and the place of that token in their outputs.
         num_logprobs: row of each request that wants the log probability of its token, and of how
             many likeliest.
         scored: whose prompts are scored, in order.
@@ -68,7 +69,8 @@ class Batch:
     sample_rows: torch.Tensor
     sampling: SamplingInputs
     unknown: tuple[tuple[int, RequestId], ...] = ()
-    dead_ends: tuple[tuple[RequestId, InvalidRequest], ...] = ()
+    dead_ends: tuple[tuple[RequestId, VorrangError], ...] = ()
+    constrained: tuple[tuple[Granted, int], ...] = ()
     num_logprobs: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
     score_rows: torch.Tensor = _NO_ROWS
@@ -91,13 +93,20 @@ class Batch:
                 after_drafts.setdefault(request_id, []).append(token_id)
             else:
                 sampled[request_id] = token_id
-        return StepResult(sampled, failures, logprobs, prompt_logprobs, after_drafts)
+        complete = completed(self.constrained, sampled)
+        return StepResult(sampled, failures, logprobs, prompt_logprobs, complete, after_drafts)
 
 
-def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = None) -> Batch:
+def build_batch(
+    plan: Plan,
+    block_size: int,
+    last_tokens: LastTokens | None = None,
+    grammars: GrammarSource | None = None,
+) -> Batch:
     """Lay out the grants of ``plan`` one after the other, without padding. CPU tensors.
 
-    ``last_tokens`` is asked when a request lacks its last token and can't choose without it.
+    ``last_tokens`` is asked when a request lacks its last token and can't choose without it, ``grammars``
+    when it has one.
 
     Invariant: ``plan`` has at least one grant, and every grant at least one token.
     """
@@ -122,7 +131,7 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
     is_decode = len(token_ids) == len(rows)  # a token each, and all sample: nothing guessed, no prompt scored
     if not is_decode and any(grant.num_drafts for grant in sampling):
         sampling, sample_rows = _with_drafts(sampling, sample_rows)
-    inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens)
+    inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens, grammars)
     sampling_ids = tuple(grant.request_id for grant in sampling)
     wanting = np.flatnonzero(needs & _LOGPROBS).tolist()
     scored, score_rows, score_ids = _NO_SCORES if is_decode else _scores(grants, query_start)
@@ -141,6 +150,10 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
         sampling=inputs,
         unknown=tuple((int(query_start[row + 1]) - 1, grants[row].request_id) for row in unknown),
         dead_ends=tuple((sampling_ids[row], error) for row, error in dead_ends),
+        constrained=tuple(
+            (sampling[row].request, sampling[row].output_index or 0)
+            for row in np.flatnonzero(needs & _GRAMMAR).tolist()
+        ),
         num_logprobs=tuple((row, sampling[row].sampling.logprobs or 0) for row in wanting),
         scored=scored,
         score_rows=score_rows,
@@ -175,14 +188,14 @@ def _block_tables(grants: Sequence[Grant], num_blocks: Int64Array) -> Int64Array
 
 
 def _sampling_inputs(
-    grants: Sequence[Grant], last_tokens: LastTokens | None
-) -> tuple[SamplingInputs, Int64Array, tuple[tuple[int, InvalidRequest], ...]]:
+    grants: Sequence[Grant], last_tokens: LastTokens | None, grammars: GrammarSource | None
+) -> tuple[SamplingInputs, Int64Array, tuple[tuple[int, VorrangError], ...]]:
     """How the rows choose, what each of them ``Needs``, and which of them can't choose anything."""
     packed = np.frombuffer(b"".join([grant.request.sampling.packed for grant in grants]), dtype=np.int64)
     columns = packed.reshape(-1, 7).T.copy()
     temperature, top_p, min_p, typical_p = columns[:4].view(np.float64)
     top_k, seed, needs = columns[4:]
-    choices = choices_of(grants, needs, last_tokens)
+    choices = choices_of(grants, needs, last_tokens, grammars)
     inputs = SamplingInputs(
         temperature=torch.from_numpy(temperature),
         top_k=torch.from_numpy(top_k),
@@ -195,6 +208,7 @@ def _sampling_inputs(
         adjustments=choices.adjustments,
         allowed=choices.allowed,
         typical_p=torch.from_numpy(typical_p) if (needs & _TYPICAL).any() else None,
+        mask=choices.mask,
     )
     return inputs, needs, choices.dead_ends
 

@@ -18,11 +18,12 @@ from engine.errors import VorrangError
 
 Message = tuple[Any, ...]
 
-#: From the server: what to load, then plans.
-LOAD, PLAN = "load", "plan"
-#: From the runner: the model is there or not, a step's outcome, a sign of life, a line for the log.
-READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG = (
-    "ready", "load_failed", "result", "step_failed", "beat", "log",
+#: From the server: what to load, then plans and grammars.
+LOAD, PLAN, PREPARE = "load", "plan", "prepare"
+#: From the runner: the model is there or not, a step's outcome, a sign of life, a line for the log, whether
+#: a grammar was compiled.
+READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG, PREPARED = (
+    "ready", "load_failed", "result", "step_failed", "beat", "log", "prepared",
 )  # fmt: skip
 
 #: Read at most so many at a time.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from engine.grammar import GrammarSpec
 from engine.runner import process_life
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.channel import (
@@ -19,6 +20,8 @@ from engine.runner.channel import (
     LOAD_FAILED,
     LOG,
     PLAN,
+    PREPARE,
+    PREPARED,
     READY,
     FrameReader,
     Message,
@@ -74,6 +77,7 @@ class Child:
         info: what it serves.
         pool: size of its KV pool.
         lost: set when it is dead or hangs.
+        ended: set when it has been ended and cleared up after.
     """
 
     info: ModelInfo
@@ -81,6 +85,7 @@ class Child:
 
     def __init__(self, limits: RunnerLimits, on_message: Callable[[Message], None]) -> None:
         self.lost = asyncio.Event()
+        self.ended = asyncio.Event()
         self._limits = limits
         self._on_message = on_message
         self._loop = asyncio.get_running_loop()
@@ -92,6 +97,8 @@ class Child:
         self._num_silent_ticks = 0
         self._num_unanswered = 0
         self._busy_since = 0.0
+        self._preparing: dict[int, asyncio.Future[None]] = {}
+        self._num_prepared = 0
         self._connection, theirs = socket.socketpair()
         with contextlib.ExitStack() as on_failure, theirs:
             on_failure.callback(self._connection.close)
@@ -141,6 +148,22 @@ class Child:
         self._num_unanswered += 1
         self._transport.write(frame((PLAN, self._encoder.encode(plan))))
 
+    def prepare(self, grammar: GrammarSpec) -> "asyncio.Future[None]":
+        """Have it compile a grammar.
+
+        Returns:
+            Done when it has; holds what compiling raised, or ``ChildDied``.
+        """
+        assert self._transport is not None
+        done: asyncio.Future[None] = self._loop.create_future()
+        if self.lost.is_set():
+            done.set_exception(ChildDied("it is dead"))
+            return done
+        self._num_prepared += 1
+        self._preparing[self._num_prepared] = done
+        self._transport.write(frame((PREPARE, self._num_prepared, grammar)))
+        return done
+
     async def end(self, *, kill: bool = False) -> Death:
         """End it, and clear up after it. May be called twice.
 
@@ -165,7 +188,13 @@ class Child:
                 self._process.kill()
                 self._process.wait()
         self.lost.set()
-        return self._hang or death_by(self._process.returncode)
+        self.ended.set()
+        preparing, self._preparing = self._preparing, {}
+        death = self._hang or death_by(self._process.returncode)
+        for done in preparing.values():
+            if not done.done():
+                done.set_exception(ChildDied(death.cause))
+        return death
 
     async def _load(self, source: ModelSource, pool: PoolShape | None) -> None:
         transport, _ = await self._loop.create_connection(lambda: _Link(self), sock=self._connection)
@@ -228,10 +257,22 @@ class Child:
             elif kind == LOAD_FAILED:
                 if not self._ready.done():
                     self._ready.set_exception(unpack_error(message[1]))
+            elif kind == PREPARED:
+                self._prepared(message)
             else:
                 self._num_unanswered -= 1
                 self._busy_since = self._loop.time()
                 self._on_message(message)
+
+    def _prepared(self, message: Message) -> None:
+        _, number, packed = message
+        done = self._preparing.pop(number, None)
+        if done is None or done.done():
+            return  # whoever wanted it was cancelled
+        if packed is None:
+            done.set_result(None)
+        else:
+            done.set_exception(unpack_error(packed))
 
     def closed(self) -> None:
         """For the link alone: it closed its end, most likely because it died."""

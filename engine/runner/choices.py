@@ -13,11 +13,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, Unimplemented, VorrangError
 from engine.request import RequestId
+from engine.runner.constraints import Constraint
+from engine.runner.grammar import Mask
+from engine.runner.grammars import Grammars
 from engine.sampling import Needs, SamplingParams
 from engine.scheduler.plan import Grant, Granted
-from kernels.ops import AllowedIds, LogitAdjustments
+from kernels.ops import AllowedIds, LogitAdjustments, TokenMask
 
 Int64Array = NDArray[np.int64]
 
@@ -34,6 +37,7 @@ class Choices:
         banned_ids: id of each banned pair.
         adjustments: penalties and biases; None = none.
         allowed: rows that may choose certain ids alone; None = none.
+        mask: rows under a grammar; None = none.
         dead_ends: rows that may choose nothing, and why; they fail.
     """
 
@@ -41,23 +45,43 @@ class Choices:
     banned_ids: Int64Array
     adjustments: LogitAdjustments | None = None
     allowed: AllowedIds | None = None
-    dead_ends: tuple[tuple[int, InvalidRequest], ...] = ()
+    mask: TokenMask | None = None
+    dead_ends: tuple[tuple[int, VorrangError], ...] = ()
 
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 # As plain integers, with which one calculates ten times as quickly.
-_SPECIAL = int(Needs.BANS | Needs.ADJUSTMENTS | Needs.ALLOWED)
-_TOKENS, _ADJUSTMENTS = int(Needs.TOKENS), int(Needs.ADJUSTMENTS)
+_SPECIAL = int(Needs.BANS | Needs.ADJUSTMENTS | Needs.ALLOWED | Needs.GRAMMAR)
+_TOKENS, _ADJUSTMENTS, _GRAMMAR = int(Needs.TOKENS), int(Needs.ADJUSTMENTS), int(Needs.GRAMMAR)
 NOTHING = Choices(_NO_IDS, _NO_IDS)
 
 
-def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastTokens | None) -> Choices:
+@dataclass(frozen=True, slots=True)
+class GrammarSource:
+    """Where a model has its grammars from.
+
+    Attributes:
+        grammars: compiles and keeps them.
+        vocab_size: ids that logits are computed for.
+    """
+
+    grammars: Grammars
+    vocab_size: int
+
+
+def choices_of(
+    grants: Sequence[Grant],
+    needs: Int64Array,
+    last_tokens: LastTokens | None,
+    source: GrammarSource | None = None,
+) -> Choices:
     """What the sampling ``grants`` need, ``needs[row]`` telling which of it.
 
     Args:
         grants: one a row.
         needs: ``[R]``, ``Needs`` of each.
         last_tokens: asked, at most once, when a token must be known that is not.
+        source: of grammars; None = there are none.
     """
     special = np.flatnonzero(needs & _SPECIAL).tolist()
     if not special:
@@ -66,13 +90,14 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
     banned: list[tuple[int, Int64Array]] = []
     allowed: list[tuple[int, Int64Array]] = []
     adjusted: list[tuple[int, _Row]] = []
-    dead_ends: list[tuple[int, InvalidRequest]] = []
+    masks: list[tuple[int, Mask]] = []
+    dead_ends: list[tuple[int, VorrangError]] = []
     for place in special:
         grant = grants[place]
         row = _row_of(grant.request)
         wanted = int(needs[place])
+        lacking: tuple[int, ...] = ()
         if wanted & _TOKENS:
-            lacking: tuple[int, ...] = ()
             if grant.has_unknown_token:
                 if unknown is None:
                     unknown = last_tokens() if last_tokens is not None else {}
@@ -90,6 +115,14 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
                 dead_ends.append((place, InvalidRequest("sampling.allowed_token_ids", rule, index)))
         if wanted & _ADJUSTMENTS:
             adjusted.append((place, row))
+        if wanted & _GRAMMAR:
+            try:
+                mask = row.mask(grant, lacking, bans, source)
+            except VorrangError as error:
+                dead_ends.append((place, error))
+            else:
+                if mask is not None:
+                    masks.append((place, mask))
     banned_rows, banned_ids = _pairs(banned)
     allowed_rows, allowed_ids = _pairs(allowed)
     restricted = torch.tensor([place for place, _ in allowed], dtype=torch.int64)
@@ -100,8 +133,32 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
         AllowedIds(restricted, torch.from_numpy(allowed_rows), torch.from_numpy(allowed_ids))
         if allowed
         else None,
+        _token_mask(masks) if masks else None,
         tuple(dead_ends),
     )
+
+
+def completed(
+    constrained: Sequence[tuple[Granted, int]], sampled: Mapping[RequestId, int]
+) -> frozenset[RequestId]:
+    """Requests that have said all their grammar has, with what a step has sampled for them.
+
+    Args:
+        constrained: requests under a grammar, each with the place of that token in its output.
+        sampled: tokens of the step; who failed has none.
+    """
+    return frozenset(
+        request.request_id
+        for request, index in constrained
+        if (token_id := sampled.get(request.request_id)) is not None
+        and token_id not in request.ending_token_ids
+        and _row_of(request).completes(request, index, token_id)
+    )
+
+
+def _token_mask(masks: Sequence[tuple[int, Mask]]) -> TokenMask:
+    rows = torch.tensor([place for place, _ in masks], dtype=torch.int64)
+    return TokenMask(rows, torch.from_numpy(np.stack([mask for _, mask in masks])))
 
 
 def _pairs(ids_by_row: Sequence[tuple[int, Int64Array]]) -> tuple[Int64Array, Int64Array]:
@@ -197,6 +254,7 @@ class _Row:
                 self._sequences.setdefault(sequence[-2], []).append(sequence)
         self._num_read = 0
         self._completing: list[int] = []
+        self._constraint: Constraint | None = None
 
     def read(self, grant: Grant, lacking: tuple[int, ...]) -> None:
         """Take in the tokens before the one that ``grant`` samples; ``lacking`` is the last, if unknown."""
@@ -216,6 +274,38 @@ class _Row:
                 for sequence in self._sequences.get(tail[-1], ())
                 if tail[1 - len(sequence) :] == sequence[:-1]
             ]
+
+    def mask(
+        self, grant: Grant, lacking: tuple[int, ...], bans: Int64Array, source: GrammarSource | None
+    ) -> Mask | None:
+        """What the grammar allows ``grant`` to sample; None = its output has ended already.
+
+        Raises:
+            VorrangError: nothing, or there are no grammars here.
+        """
+        request, index = grant.request, grant.output_index
+        assert index is not None
+        if self._constraint is None:
+            if source is None:
+                raise Unimplemented("grammar")
+            ending = request.ending_token_ids
+            self._constraint = Constraint(self.params, ending, source.grammars, source.vocab_size)
+        first = request.num_prompt_tokens
+        self._constraint.follow([*request.token_ids[first : first + index], *lacking])
+        if self._constraint.is_complete and index:
+            return None  # the step before has completed it, and this one was planned meanwhile
+        return self._constraint.mask(bans, self.params.allowed_token_ids)
+
+    def completes(self, request: Granted, index: int, token_id: int) -> bool:
+        """Whether nothing but an end may follow once ``token_id`` is the output's token ``index``."""
+        if self._constraint is None:
+            return False
+        first = request.num_prompt_tokens
+        try:
+            self._constraint.follow([*request.token_ids[first : first + index], token_id])
+        except VorrangError:  # what was sampled without a mask is nobody's any more
+            return False
+        return self._constraint.is_complete
 
     def bans(self, grant: Grant) -> Int64Array:
         """Ids that the token may not be."""

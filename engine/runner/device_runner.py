@@ -17,7 +17,9 @@ from engine.request import RequestId
 from engine.runner import logprobs
 from engine.runner.base import ModelBroken, ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
+from engine.runner.choices import GrammarSource
 from engine.runner.executor import StepExecutor
+from engine.runner.grammars import Grammars
 from engine.runner.logprobs import wanted_rows
 from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of
 from engine.runner.step_report import Report
@@ -55,6 +57,7 @@ class DeviceModel:
         executor: computes.
         buckets: sizes that decodes are padded to; empty = none are padded.
         others: the other ranks; None = there are none.
+        grammars: compiles what outputs must match; None = nobody may ask for that.
     """
 
     def __init__(
@@ -64,11 +67,14 @@ class DeviceModel:
         *,
         buckets: Sequence[int] = (),
         others: OtherRanks | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._executor = executor
         self._buckets = buckets
         self._others = others
+        self.grammars = grammars
+        self._source = None if grammars is None else GrammarSource(grammars, info.vocab_size)
         on_device = executor.device.type != "cpu"
         self._inputs = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
@@ -110,7 +116,7 @@ class DeviceModel:
         A grant may lack its last token if the plan launched before samples it: the
         device takes it from there, without the host's having seen it. If that one
         failed, it is any id. Where a request can't choose without knowing it (penalties,
-        banned sequences), this waits for that plan first, and the device for this one.
+        banned sequences, a grammar), this waits for that plan first, and the device for this one.
 
         Invariant: at most ``NUM_IN_FLIGHT`` are launched and not collected.
 
@@ -118,7 +124,7 @@ class DeviceModel:
             ModelBroken: see ``run``.
         """
         failures: dict[RequestId, VorrangError] = {}
-        batch = build_batch(plan, self._executor.pool.block_size, self._last_tokens)
+        batch = build_batch(plan, self._executor.pool.block_size, self._last_tokens, self._source)
         failures.update(batch.dead_ends)
         strange = _mask_strange_ids(batch, self._info.vocab_size)
         fail_alone(plan, strange, "ids are unknown", failures)
@@ -282,7 +288,7 @@ def first_rows(sampling: SamplingInputs, count: int) -> SamplingInputs:
 def with_rest(packed: SamplingInputs, own: SamplingInputs) -> SamplingInputs:
     """``packed``, on a device, with what of ``own``, on the CPU, is not packed. Waits for nothing."""
     device = packed.temperature.device
-    if own.adjustments is None and own.allowed is None and own.typical_p is None:
+    if own.adjustments is None and own.allowed is None and own.typical_p is None and own.mask is None:
         return packed
 
     def all_moved(part: Any) -> Any:
@@ -296,6 +302,7 @@ def with_rest(packed: SamplingInputs, own: SamplingInputs) -> SamplingInputs:
         adjustments=all_moved(own.adjustments),
         allowed=all_moved(own.allowed),
         typical_p=None if own.typical_p is None else moved(own.typical_p, device),
+        mask=all_moved(own.mask),
     )
 
 

@@ -3,8 +3,11 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
+from engine.errors import Unimplemented
+from engine.grammar import GrammarSpec
 from engine.runner.base import ModelInfo, PoolShape, StepModel
 from engine.runner.delta import PlanDecoder, PlanDelta, PlanEncoder
+from engine.runner.grammars import Grammars
 from engine.scheduler.plan import Plan, StepResult
 
 
@@ -70,6 +73,13 @@ class InlineRunner:
         result = self._model.run(plan)
         self._decoder.sampled(result.sampled)
         return result
+
+    async def prepare(self, grammar: GrammarSpec) -> None:
+        """See ``ConstrainingRunner``."""
+        grammars: Grammars | None = getattr(self._model, "grammars", None)
+        if grammars is None:
+            raise Unimplemented("grammar")
+        await asyncio.shield(asyncio.wrap_future(grammars.prepare(grammar)))
 
     async def close(self) -> None:
         """Wait for the step in flight and end the thread. May be called twice.

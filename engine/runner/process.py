@@ -7,8 +7,9 @@ The KV in the dead process is lost, so whoever held any is computed again; see
 import asyncio
 import contextlib
 import dataclasses
+import secrets
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -17,10 +18,12 @@ import structlog
 
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
+from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
 from engine.runner.channel import RESULT, Message, PackedError, unpack_error
-from engine.runner.child import Child, RunnerLimits
+from engine.runner.child import Child, ChildDied, RunnerLimits
+from engine.runner.grammars import MAX_CACHED
 from engine.runner.process_life import Death
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan, StepResult
@@ -82,6 +85,7 @@ class ProcessRunner:
         self._num_in_a_row = 0
         self._num_restarts = 0
         self._last_restart_s = 0.0
+        self._prepared: OrderedDict[GrammarSpec, None] = OrderedDict()  # what another process must have
 
     @classmethod
     async def start(cls, source: ModelSource, limits: RunnerLimits | None = None) -> Self:
@@ -159,6 +163,32 @@ class ProcessRunner:
         self._child.send(plan)
         return result
 
+    async def prepare(self, grammar: GrammarSpec) -> None:
+        """See ``ConstrainingRunner``. When the process was killed meanwhile, the next one is asked, once.
+
+        Raises:
+            RunnerDead: there is no next one.
+        """
+        for is_last in (False, True):
+            await asyncio.shield(self._recovery)
+            child = self._child
+            if child is None:
+                continue
+            try:
+                await child.prepare(grammar)
+            except ChildDied as died:
+                log.error("grammar.lost", cause=str(died), grammar=grammar.field)
+                await child.ended.wait()  # by then it is known how, and that another one is to come
+                if is_last or not self._last_death.from_outside:
+                    break
+                continue
+            self._prepared[grammar] = None
+            self._prepared.move_to_end(grammar)
+            while len(self._prepared) > MAX_CACHED:
+                self._prepared.popitem(last=False)
+            return
+        raise InternalError(secrets.token_hex(8))
+
     async def close(self) -> None:
         """End the process. May be called twice.
 
@@ -207,6 +237,8 @@ class ProcessRunner:
                 return
             self._num_restarts += 1
             self._last_restart_s = time.monotonic() - began
+            for grammar in self._prepared:  # before any plan, which waits for them at worst
+                child.prepare(grammar).add_done_callback(_seen)
             log.info("runner.respawned", pid=child.pid, restart_s=round(self._last_restart_s, 3))
             self._recovery.set_result(None)
 
@@ -257,12 +289,13 @@ def _result(
     failures: dict[RequestId, PackedError],
     logprobs: Mapping[RequestId, PositionLogProbs] = _NOTHING,
     prompt_logprobs: Mapping[RequestId, PromptLogProbs] = _NOTHING,
+    complete: frozenset[RequestId] = frozenset(),
     after_drafts: Mapping[RequestId, Sequence[int]] = _NOTHING,
 ) -> StepResult:
     ids = [grant.request_id for grant in plan.grants if grant.output_index is not None]
     tokens = {i: token_id for i, token_id in zip(ids, sampled, strict=True) if token_id is not None}
     failed = {request_id: _failure(packed) for request_id, packed in failures.items()}
-    return StepResult(tokens, failed, logprobs, prompt_logprobs, after_drafts)
+    return StepResult(tokens, failed, logprobs, prompt_logprobs, complete, after_drafts)
 
 
 def _failure(packed: PackedError) -> VorrangError:

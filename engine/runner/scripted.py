@@ -10,12 +10,17 @@ changes the output.
 import asyncio
 import codecs
 from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
+from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
-from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.runner.constraints import Constraint
+from engine.runner.grammars import Grammars
+from engine.runner.scripted_grammar import ByteCompiler, allowed_byte
+from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
 
 #: One id per byte, then the end token.
@@ -51,7 +56,8 @@ class ScriptedRunner:
     """A ``Runner`` whose model is ``next_token`` (greedy), or ``next_token`` + seed (temperature > 0).
 
     Of sampling parameters it knows ``seed``, ``logprobs`` and ``prompt_logprobs``; what would change
-    logits means nothing where there are none.
+    logits means nothing where there are none. Under a grammar, of which it knows choices alone, it says
+    the first allowed id from ``next_token`` on, going round after the last one.
 
     Args:
         num_blocks: size of the pool.
@@ -67,9 +73,11 @@ class ScriptedRunner:
         self._pool = PoolShape(num_blocks, block_size)
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
         self._step_s = step_s
-        self._sampled: Mapping[RequestId, int] = {}
+        self._sampled: dict[RequestId, int] = {}
         self._last: asyncio.Future[StepResult] | None = None
         self._free_at = 0.0
+        self.grammars = Grammars(ByteCompiler)
+        self._constraints: WeakKeyDictionary[Granted, Constraint] = WeakKeyDictionary()
 
     @property
     def info(self) -> ModelInfo:
@@ -112,6 +120,10 @@ class ScriptedRunner:
         """Let the time of a step pass; tests may make more of it."""
         await asyncio.sleep(time_s)
 
+    async def prepare(self, grammar: GrammarSpec) -> None:
+        """See ``ConstrainingRunner``."""
+        await asyncio.shield(asyncio.wrap_future(self.grammars.prepare(grammar)))
+
     async def close(self) -> None:
         """Nothing to release."""
 
@@ -120,17 +132,23 @@ class ScriptedRunner:
         before, self._sampled = self._sampled, {}
         for grant in plan.grants:
             self._write(grant, before)
-        found: dict[RequestId, list[int]] = {}
         failures: dict[RequestId, VorrangError] = {}
+        complete: set[RequestId] = set()
+        after_drafts: dict[RequestId, list[int]] = {}
         for grant in plan.grants:
             if grant.output_index is None:
                 continue
-            said = [self._sample(grant, grant.num_drafts - i) for i in range(grant.num_drafts + 1)]
-            if None in said:
-                failures[grant.request_id] = InternalError("unwritten-slot")
-            else:
-                found[grant.request_id] = [token_id for token_id in said if token_id is not None]
-        self._sampled = {i: said[0] for i, said in found.items()}
+            num_drafts = grant.num_drafts
+            try:
+                said = [self._say(grant, num_drafts - place) for place in range(num_drafts + 1)]
+            except VorrangError as error:
+                failures[grant.request_id] = error
+                continue
+            self._sampled[grant.request_id], is_complete = said[0]
+            if is_complete:
+                complete.add(grant.request_id)
+            if num_drafts:
+                after_drafts[grant.request_id] = [token_id for token_id, _ in said[1:]]
         return StepResult(
             self._sampled,
             failures,
@@ -140,7 +158,8 @@ class ScriptedRunner:
                 if grant.sampling.logprobs is not None and grant.request_id in self._sampled
             },
             {scored.request_id: scored for grant in plan.grants if (scored := _scored(grant)) is not None},
-            {i: said[1:] for i, said in found.items() if len(said) > 1},
+            frozenset(complete),
+            after_drafts,
         )
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
@@ -154,14 +173,39 @@ class ScriptedRunner:
         for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
-    def _sample(self, grant: Grant, num_later: int) -> int | None:
-        """What follows the granted tokens but the last ``num_later``; None: a slot was never written."""
+    def _say(self, grant: Grant, num_later: int) -> tuple[int, bool]:
+        """The token behind all but the last ``num_later`` of a grant; whether its grammar has no more.
+
+        Raises:
+            VorrangError: it reads a slot nobody has written, or nothing is allowed.
+        """
+        read = self._read(grant, num_later)
+        token_id = next_token(read, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
+        request = grant.request
+        if request.sampling.grammar is None:
+            return token_id, False
+        constraint = self._constraints.get(request)
+        if constraint is None:
+            made = Constraint(request.sampling, request.ending_token_ids, self.grammars, VOCAB_SIZE)
+            constraint = self._constraints[request] = made
+        output = read[request.num_prompt_tokens :]
+        constraint.follow(output)
+        if constraint.is_complete and output:
+            return token_id, True  # it ended with the step before
+        mask = constraint.mask(sorted(grant.banned_token_ids), request.sampling.allowed_token_ids)
+        token_id = allowed_byte(mask, token_id)
+        if token_id in request.ending_token_ids:
+            return token_id, False
+        constraint.follow([*output, token_id])
+        return token_id, constraint.is_complete
+
+    def _read(self, grant: Grant, num_later: int) -> list[int]:
         num_tokens = grant.start + grant.num_tokens - num_later
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
         if len(token_ids) < num_tokens:
-            return None
-        return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
+            raise InternalError("unwritten-slot")
+        return token_ids
 
 
 def _scored(grant: Grant) -> PromptLogProbs | None:

@@ -71,6 +71,7 @@ class ScriptedModel:
     def __init__(self, source: ScriptedSource) -> None:
         self._runner = ScriptedRunner(source.num_blocks, source.block_size, source.context_tokens)
         self._step_s = source.step_s
+        self.grammars = self._runner.grammars
 
     @property
     def info(self) -> ModelInfo:

@@ -25,6 +25,7 @@ from engine.runner import follower, process_life
 from engine.runner.base import ModelBroken, ModelInfo
 from engine.runner.channel import BEAT, LOG, BlockingChannel, unpack_error
 from engine.runner.device_runner import DeviceModel
+from engine.runner.grammars import grammars_of
 from engine.runner.memory import largest_step, num_profile_blocks
 from engine.runner.packing import StepShape
 from engine.runner.peers import ProcessGroupPeers
@@ -247,7 +248,9 @@ def load(
         raise
     others = followers if size > 1 else None
     info = dataclasses.replace(info, computed_by=_computed_by(rank, options, size, buckets))
-    return DeviceModel(info, rank.executor, buckets=buckets, others=others), rank.weight_type
+    grammars = grammars_of(info, options.folder)
+    model = DeviceModel(info, rank.executor, buckets=buckets, others=others, grammars=grammars)
+    return model, rank.weight_type
 
 
 def _computed_by(rank: Rank, options: RankOptions, size: int, buckets: tuple[int, ...]) -> str:

@@ -16,6 +16,8 @@ from engine.models.decoder import StepDecoder
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
+from engine.runner.choices import GrammarSource
+from engine.runner.grammars import Grammars
 from engine.runner.logprobs import prompt_logprobs, sampled_logprobs, score, wanted_rows
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -39,15 +41,24 @@ class TorchModel:
         decoder: the model.
         pool: its KV pool, on the decoder's device.
         num_threads: threads of one operation; None leaves torch's choice.
+        grammars: compiles what outputs must match; None = nobody may ask for that.
     """
 
     def __init__(
-        self, info: ModelInfo, decoder: StepDecoder, pool: KvPool, *, num_threads: int | None = None
+        self,
+        info: ModelInfo,
+        decoder: StepDecoder,
+        pool: KvPool,
+        *,
+        num_threads: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self._info = info
         self._decoder = decoder
         self._kv = pool
         self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self.grammars = grammars
+        self._source = None if grammars is None else GrammarSource(grammars, info.vocab_size)
 
     @property
     def info(self) -> ModelInfo:
@@ -81,7 +92,7 @@ class TorchModel:
             return StepResult({})
         # Each time: torch keeps the number per calling thread, and another model may have set another.
         ops.set_num_threads(self._num_threads)
-        batch = build_batch(plan, self._kv.block_size)
+        batch = build_batch(plan, self._kv.block_size, grammars=self._source)
         with torch.inference_mode():
             return self._run(plan, batch)
 

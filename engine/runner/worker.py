@@ -2,7 +2,8 @@
 
 Loads a model, then answers plans in their order on its main thread; the next one may
 wait in the socket meanwhile, or be launched (``engine.runner.answering``). A side
-thread gives signs of life, so that a long step can be told from a stopped process.
+thread gives signs of life, so that a long step can be told from a stopped process; others
+compile grammars (``engine.runner.preparing``).
 It decides nothing, ignores signals meant for the server, and ends when the server
 does: the kernel kills it, and the socket's end tells it.
 """
@@ -12,6 +13,7 @@ import ctypes
 from engine.runner import answering, process_life
 from engine.runner.base import ModelBroken, ModelInfo, StepModel
 from engine.runner.channel import LOAD_FAILED, READY, BlockingChannel, pack_error
+from engine.runner.preparing import PlansOnly
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def _serve(channel: BlockingChannel) -> None:
     _give_back_memory()
     channel.send((READY, info, model.pool))
     process_life.start_beating(channel, beat_s)
-    answering.answer_plans(model, channel)
+    answering.answer_plans(model, PlansOnly(channel, getattr(model, "grammars", None)))
     process_life.end()
 
 

@@ -153,6 +153,7 @@ class StepResult:
         failures: requests whose own computation failed (such as NaN logits); they fail alone.
         logprobs: of the sampled tokens, for who asked for them.
         prompt_logprobs: of the prompt's tokens that the computed ones score, likewise.
+        complete: requests whose output says all that its grammar has, with the token that was sampled.
         after_drafts: for each grant with drafts, what was sampled after each of them.
     """
 
@@ -160,4 +161,5 @@ class StepResult:
     failures: Mapping[RequestId, VorrangError] = field(default_factory=dict)
     logprobs: Mapping[RequestId, PositionLogProbs] = field(default_factory=dict)
     prompt_logprobs: Mapping[RequestId, PromptLogProbs] = field(default_factory=dict)
+    complete: frozenset[RequestId] = frozenset()
     after_drafts: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)

@@ -278,6 +278,8 @@ class Scheduler:
             self._quiet = plan
         for request in booked.ended:
             booked.events.extend(self._end(request, now))
+        if result.complete:
+            booked.events.extend(self._end_complete(result, now))
         return booked.events
 
     def stretch(self) -> Stretch:
@@ -301,6 +303,15 @@ class Scheduler:
         self._step += num_steps
         self.policy.produced(self._state.decoding, num_steps)
         self._discipline.repeated(num_steps)
+
+    def _end_complete(self, result: StepResult, now: float) -> list[SchedulerEvent]:
+        """The end of the requests whose grammar leaves nothing to be said, unless they have ended already."""
+        requests = [self._state.requests.get(request_id) for request_id in result.sampled]
+        return [
+            self._state.finish(request, FinishReason.STOP, now)
+            for request in requests
+            if request is not None and request.request_id in result.complete
+        ]
 
     def _book(
         self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked

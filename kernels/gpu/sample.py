@@ -36,6 +36,7 @@ from kernels.gpu.aot import AotEntry
 from kernels.gpu.rows import NO_ID, best_of, row_argmax
 from kernels.gpu.units import UNITS, unit_of
 from kernels.interface import Sampled, SamplingInputs
+from kernels.sampling import apply_mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +358,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
         return Sampled(ids, failed)
     if inputs.adjustments is not None:
         adjust_logits(logits, inputs.adjustments)
-    banned = inputs.banned_ids.numel() > 0 or inputs.allowed is not None
+    banned = inputs.banned_ids.numel() > 0 or inputs.allowed is not None or inputs.mask is not None
     strange = None
     if banned:  # from then on minus infinity means banned, so look for others before
         strange = ~logits.isfinite().all(dim=-1)
@@ -402,6 +403,8 @@ def _restrict(logits: Tensor, inputs: SamplingInputs) -> None:
         kept = logits[place]
         logits.index_fill_(0, allowed.restricted_rows.to(device, non_blocking=True), float("-inf"))
         logits.index_put_(place, kept)
+    if inputs.mask is not None:
+        apply_mask(logits, inputs.mask)
     if inputs.banned_ids.numel():
         logits[inputs.banned_rows.to(device), inputs.banned_ids.to(device)] = float("-inf")
 

@@ -14,6 +14,7 @@ from engine.models.sharding import Alone, Peers
 from engine.runner.base import ModelInfo, PoolShape, StepModel
 from engine.runner.device_runner import DeviceModel, Launched
 from engine.runner.executor import StepExecutor
+from engine.runner.grammars import grammars_of
 from engine.runner.packing import decode_buckets
 from engine.runner.sources import TorchSource
 from engine.scheduler.plan import Plan, StepResult
@@ -78,7 +79,7 @@ def device_model(
     buckets = decode_buckets(max_requests) if backend is not None else ()
     if backend is not None:
         executor.capture_graphs(backend, buckets, 512 // block_size)
-    return DeviceModel(info, executor, buckets=buckets)
+    return DeviceModel(info, executor, buckets=buckets, grammars=grammars_of(info, folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class SlowDevice:
         self._model = model
         self.info = model.info
         self.pool = model.pool
+        self.grammars = model.grammars
 
     def run(self, plan: Plan) -> StepResult:
         return self._model.run(plan)

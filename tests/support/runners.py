@@ -10,6 +10,8 @@ import structlog
 from engine.errors import InternalError
 from engine.models.errors import InvalidCheckpoint
 from engine.runner.child import RunnerLimits
+from engine.runner.grammars import Grammars
+from engine.runner.scripted_grammar import ByteCompiler
 from engine.runner.sources import ScriptedModel, ScriptedSource
 from engine.scheduler.plan import StepResult
 
@@ -59,6 +61,25 @@ class FatalModel(ScriptedModel):
                 {i: InternalError("f00d") for i in guilty},
             )
         return super().run(plan)
+
+
+@dataclass(frozen=True, slots=True)
+class FatalGrammars(ScriptedSource):
+    """The scripted model, but the answer "exit" kills the process that compiles it, "sleep" takes long."""
+
+    def load(self, pool):
+        model = ScriptedModel(self)
+        model.grammars = Grammars(FatalCompiler)
+        return model
+
+
+class FatalCompiler(ByteCompiler):
+    def compile(self, spec):
+        if "exit" in spec.choices:
+            os._exit(3)
+        if "sleep" in spec.choices:
+            time.sleep(1.5)
+        return super().compile(spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ type FinishReason int32
 const (
 	// Never sent.
 	FinishReason_FINISH_REASON_UNSPECIFIED FinishReason = 0
-	// The model produced its end token.
+	// The model produced its end token, or said all that its grammar has.
 	FinishReason_FINISH_REASON_STOP FinishReason = 1
 	// A stop string appeared.
 	FinishReason_FINISH_REASON_STOP_STRING FinishReason = 2
@@ -806,7 +806,7 @@ func (x *SamplingParams) GetBadWords() []string {
 	return nil
 }
 
-// Structured output: the text must match this.
+// Structured output: the text must match this. What that means: docs/STRUCTURED_OUTPUT.md.
 type Grammar struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Exactly one form; none set is an error.
@@ -900,17 +900,17 @@ type isGrammar_Value interface {
 }
 
 type Grammar_JsonSchema struct {
-	// A JSON schema.
+	// A JSON schema, as JSON.
 	JsonSchema string `protobuf:"bytes,1,opt,name=json_schema,json=jsonSchema,proto3,oneof"`
 }
 
 type Grammar_Regex struct {
-	// A regular expression.
+	// A regular expression, for the whole text.
 	Regex string `protobuf:"bytes,2,opt,name=regex,proto3,oneof"`
 }
 
 type Grammar_Ebnf struct {
-	// An EBNF grammar.
+	// An EBNF grammar in the form of GBNF; it begins with the rule `root`.
 	Ebnf string `protobuf:"bytes,3,opt,name=ebnf,proto3,oneof"`
 }
 
@@ -1403,8 +1403,12 @@ type Limits struct {
 	MaxBannedSequences uint32 `protobuf:"varint,17,opt,name=max_banned_sequences,json=maxBannedSequences,proto3" json:"max_banned_sequences,omitempty"`
 	// Longest banned sequence, in tokens.
 	MaxSequenceTokens uint32 `protobuf:"varint,18,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
-	unknownFields     protoimpl.UnknownFields
-	sizeCache         protoimpl.SizeCache
+	// Largest grammar, all answers of a choice together, in bytes of UTF-8; 0 = not offered.
+	MaxGrammarBytes uint32 `protobuf:"varint,21,opt,name=max_grammar_bytes,json=maxGrammarBytes,proto3" json:"max_grammar_bytes,omitempty"`
+	// Most answers of a choice.
+	MaxChoices    uint32 `protobuf:"varint,22,opt,name=max_choices,json=maxChoices,proto3" json:"max_choices,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
@@ -1563,6 +1567,20 @@ func (x *Limits) GetMaxSequenceTokens() uint32 {
 	return 0
 }
 
+func (x *Limits) GetMaxGrammarBytes() uint32 {
+	if x != nil {
+		return x.MaxGrammarBytes
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxChoices() uint32 {
+	if x != nil {
+		return x.MaxChoices
+	}
+	return 0
+}
+
 var File_vorrang_v1_types_proto protoreflect.FileDescriptor
 
 const file_vorrang_v1_types_proto_rawDesc = "" +
@@ -1683,7 +1701,7 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\"r\n" +
 	"\x10PositionLogprobs\x122\n" +
 	"\asampled\x18\x01 \x01(\v2\x18.vorrang.v1.TokenLogprobR\asampled\x12*\n" +
-	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\xa6\x06\n" +
+	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\xf3\x06\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_request_tokens\x18\x01 \x01(\rR\x10maxRequestTokens\x12*\n" +
 	"\x11max_output_tokens\x18\x02 \x01(\rR\x0fmaxOutputTokens\x12(\n" +
@@ -1704,7 +1722,10 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x10max_logit_biases\x18\x0f \x01(\rR\x0emaxLogitBiases\x12/\n" +
 	"\x14max_listed_token_ids\x18\x10 \x01(\rR\x11maxListedTokenIds\x120\n" +
 	"\x14max_banned_sequences\x18\x11 \x01(\rR\x12maxBannedSequences\x12.\n" +
-	"\x13max_sequence_tokens\x18\x12 \x01(\rR\x11maxSequenceTokens*\xf3\x01\n" +
+	"\x13max_sequence_tokens\x18\x12 \x01(\rR\x11maxSequenceTokens\x12*\n" +
+	"\x11max_grammar_bytes\x18\x15 \x01(\rR\x0fmaxGrammarBytes\x12\x1f\n" +
+	"\vmax_choices\x18\x16 \x01(\rR\n" +
+	"maxChoices*\xf3\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x1d\n" +

@@ -229,7 +229,7 @@ class PositionLogprobs(_message.Message):
     def __init__(self, sampled: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes", "max_prompt_logprobs", "max_outputs", "max_logit_biases", "max_listed_token_ids", "max_banned_sequences", "max_sequence_tokens")
+    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes", "max_prompt_logprobs", "max_outputs", "max_logit_biases", "max_listed_token_ids", "max_banned_sequences", "max_sequence_tokens", "max_grammar_bytes", "max_choices")
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -248,6 +248,8 @@ class Limits(_message.Message):
     MAX_LISTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_BANNED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_GRAMMAR_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
     max_request_tokens: int
     max_output_tokens: int
     max_stop_strings: int
@@ -266,4 +268,6 @@ class Limits(_message.Message):
     max_listed_token_ids: int
     max_banned_sequences: int
     max_sequence_tokens: int
-    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ..., max_prompt_logprobs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_listed_token_ids: _Optional[int] = ..., max_banned_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ...) -> None: ...
+    max_grammar_bytes: int
+    max_choices: int
+    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ..., max_prompt_logprobs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_listed_token_ids: _Optional[int] = ..., max_banned_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
