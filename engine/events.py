@@ -2,8 +2,10 @@
 
 Scheduler events come out of ``Scheduler.plan``, ``apply`` and ``commit``. The
 loop turns ``TokensSampled`` into ``Delta`` by adding text. Every request's
-events are: ``Started``, then any number of ``Delta`` / ``Preempted`` /
-``Resumed`` / ``LevelChanged``, then exactly one of ``Finished`` or ``Failed``.
+events are: ``Started``, then any number of ``PromptLogProbs`` / ``Delta`` /
+``Preempted`` / ``Resumed`` / ``LevelChanged``, then exactly one of ``Finished`` or ``Failed``.
+Of a request with several outputs each has such events, with ``OutputFinished`` in the place
+of ``Finished``, which comes when all have ended (``engine.siblings``).
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,36 @@ class Started:
     num_cached_tokens: int
 
 
+class PositionLogProbs(NamedTuple):
+    """Log probabilities of the model's own distribution at one place of a text.
+
+    Attributes:
+        token_id: the token that stands there.
+        logprob: natural logarithm of its probability.
+        top_ids: the likeliest ids there, likeliest first, equal ones by id.
+        top: theirs.
+    """
+
+    token_id: int
+    logprob: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogProbs:
+    """Log probabilities of tokens of the prompt, for who asked; each place once, in order, from index 1.
+
+    Attributes:
+        first_index: place of the first of them in the prompt.
+        positions: one entry a token.
+    """
+
+    request_id: RequestId
+    first_index: int
+    positions: tuple[PositionLogProbs, ...]
+
+
 class TokensSampled(NamedTuple):
     """New output tokens, as the scheduler sees them; ``first_index`` counts from 0.
 
@@ -35,12 +67,17 @@ class TokensSampled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output as a client sees it: ids, and text that may lag behind them."""
+    """New output as a client sees it: ids, and text that may lag behind them.
+
+    Attributes:
+        logprobs: one entry a token, for who asked for them.
+    """
 
     request_id: RequestId
     first_index: int
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[PositionLogProbs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +127,14 @@ class Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """One of several outputs has ended; the request ends when all have."""
+
+    request_id: RequestId
+    finished: Finished
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """Terminal: it ended without."""
 
@@ -99,5 +144,7 @@ class Failed:
 
 
 SchedulerEvent = Started | TokensSampled | Preempted | Resumed | LevelChanged | Finished | Failed
-RequestEvent = Started | Delta | Preempted | Resumed | LevelChanged | Finished | Failed
+RequestEvent = (
+    Started | PromptLogProbs | Delta | Preempted | Resumed | LevelChanged | OutputFinished | Finished | Failed
+)
 TERMINAL = (Finished, Failed)

@@ -2,11 +2,94 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from engine.errors import VorrangError
-from engine.events import TERMINAL, Delta, LevelChanged, RequestEvent, Started
+from engine.events import TERMINAL, Delta, Failed, LevelChanged, PromptLogProbs, RequestEvent, Started
 from engine.request import FinishReason, RequestId, RequestSpec
-from engine.scheduler.commands import Command, Fail, Finish, Park, SetLevel, Unpark
+from engine.scheduler.commands import Allow, Command, Fail, Finish, Park, SetLevel, Unpark
+
+
+class Handle(Protocol):
+    """A request, or several outputs of one (``engine.siblings``), as the server sees them."""
+
+    spec: RequestSpec
+
+    @property
+    def request_id(self) -> RequestId:
+        """The id, unique in the process."""
+        ...
+
+    @property
+    def queue_position(self) -> int:
+        """Requests that would be served before it when it arrived."""
+        ...
+
+    @property
+    def level(self) -> int:
+        """Level in force."""
+        ...
+
+    @property
+    def num_buffered_tokens(self) -> int:
+        """Output tokens that wait to be taken."""
+        ...
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens so far."""
+        ...
+
+    @property
+    def started(self) -> bool:
+        """Whether it was ever admitted."""
+        ...
+
+    @property
+    def finished(self) -> bool:
+        """Whether its terminal event is there to be taken."""
+        ...
+
+    @property
+    def has_events(self) -> bool:
+        """Whether events wait to be taken."""
+        ...
+
+    def output_index(self, event: RequestEvent) -> int:
+        """Which output an event is about, from 0."""
+        ...
+
+    def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def fail(self, error: VorrangError) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def set_level(self, level: int) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def park(self) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def unpark(self) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def allow(self, num_output_tokens: int | None) -> None:
+        """See ``RequestHandle``."""
+        ...
+
+    def take(self) -> list[RequestEvent]:
+        """See ``RequestHandle``."""
+        ...
+
+    def events(self) -> AsyncIterator[RequestEvent]:
+        """See ``RequestHandle``."""
+        ...
 
 
 class RequestHandle:
@@ -24,6 +107,8 @@ class RequestHandle:
         num_output_tokens: output tokens so far.
         started: whether it was ever admitted.
         finished: whether the terminal event has been put into the buffer.
+        allows: whether ``allow`` is needed, because a step may bring more than one token.
+        error: what it failed with; None = it has not failed.
     """
 
     def __init__(
@@ -32,6 +117,8 @@ class RequestHandle:
         queue_position: int,
         send: Callable[[Command], None],
         on_ready: "Callable[[RequestHandle], None] | None" = None,
+        *,
+        allows: bool = False,
     ) -> None:
         self.spec = spec
         self.queue_position = queue_position
@@ -40,6 +127,8 @@ class RequestHandle:
         self.num_output_tokens = 0
         self.started = False
         self.finished = False
+        self.allows = allows
+        self.error: VorrangError | None = None
         self._send = send
         self._on_ready = on_ready
         self._buffer: list[RequestEvent] = []
@@ -49,6 +138,10 @@ class RequestHandle:
     def request_id(self) -> RequestId:
         """The id, unique in the process."""
         return self.spec.request_id
+
+    def output_index(self, event: RequestEvent) -> int:
+        """Which output an event is about: there is one."""
+        return 0
 
     def cancel(self, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """End it before the next step, with the output so far. Harmless when it has ended."""
@@ -74,6 +167,11 @@ class RequestHandle:
         """Let it go on before the next step. Harmless when it has ended or was not parked."""
         if not self.finished:
             self._send(Unpark(self.request_id))
+
+    def allow(self, num_output_tokens: int | None) -> None:
+        """Let no step bring its output beyond that length; None = any. A step brings one token at least."""
+        if self.allows and not self.finished:
+            self._send(Allow(self.request_id, num_output_tokens))
 
     @property
     def has_events(self) -> bool:
@@ -105,8 +203,15 @@ class RequestHandle:
         last = self._buffer[-1] if self._buffer else None
         if isinstance(event, Delta) and isinstance(last, Delta):
             self._buffer[-1] = Delta(
-                event.request_id, last.first_index, last.token_ids + event.token_ids, last.text + event.text
+                event.request_id,
+                last.first_index,
+                last.token_ids + event.token_ids,
+                last.text + event.text,
+                last.logprobs + event.logprobs,
             )
+        elif isinstance(event, PromptLogProbs) and isinstance(last, PromptLogProbs):
+            positions = last.positions + event.positions
+            self._buffer[-1] = PromptLogProbs(event.request_id, last.first_index, positions)
         else:
             self._buffer.append(event)
         if isinstance(event, Delta):
@@ -118,6 +223,7 @@ class RequestHandle:
             self.level = event.level
         elif isinstance(event, TERMINAL):
             self.finished = True
+            self.error = event.error if isinstance(event, Failed) else None
         self._filled.set()
         if self._on_ready is not None:
             self._on_ready(self)

@@ -12,21 +12,30 @@ import contextlib
 import dataclasses
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import structlog
 
 from engine.clock import Clock, MonotonicClock
 from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
-from engine.events import Delta, Failed, Finished, Preempted, SchedulerEvent, TokensSampled
+from engine.events import (
+    Delta,
+    Failed,
+    Finished,
+    PositionLogProbs,
+    Preempted,
+    PromptLogProbs,
+    SchedulerEvent,
+    TokensSampled,
+)
 from engine.handle import RequestHandle
 from engine.in_flight import StepsInFlight
 from engine.look import ClassLook, RequestLook, class_looks, looks
 from engine.observer import EngineObserver
 from engine.request import FinishReason, RequestId, RequestSpec, RequestStatus
 from engine.runner.base import ModelInfo, MortalRunner, PipelinedRunner, PoolShape, Runner, RunnerLost
-from engine.scheduler.commands import Command, Fail, Finish, LoseKv
+from engine.scheduler.commands import Allow, Command, Fail, Finish, LoseKv
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -36,6 +45,8 @@ from kv.block_manager import BlockManager
 
 #: Seconds between looks at the deadlines while nothing is computed.
 IDLE_POLL_S = 0.05
+
+_NO_LOGPROBS: Mapping[RequestId, PositionLogProbs] = {}
 
 log = structlog.get_logger("vorrang.engine")
 
@@ -76,12 +87,15 @@ class EngineStatistics:
 class _Live:
     """A request the engine knows: its handle, its text so far, its times."""
 
-    __slots__ = ("arrived", "first_token_at", "handle", "last_token_at", "stop_string", "text")
+    __slots__ = (
+        "arrived", "first_token_at", "handle", "last_token_at", "next_scored", "stop_string", "text",
+    )  # fmt: skip
 
     def __init__(self, handle: RequestHandle, text: OutputText, now: float) -> None:
         self.handle = handle
         self.text = text
         self.stop_string: str | None = None
+        self.next_scored = 1  # nothing is before the first token of a prompt that could predict it
         self.arrived = now
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
@@ -132,6 +146,7 @@ class Engine:
         observer: EngineObserver | None = None,
     ) -> None:
         assert pipeline_depth in (0, 1)
+        assert not (pipeline_depth and config.speculation_tokens), "how far drafts get is not known ahead"
         context = min(config.max_context_tokens, runner.info.context_tokens)
         self.config = dataclasses.replace(config, max_context_tokens=context)
         self.tokenizer = tokenizer
@@ -218,8 +233,16 @@ class Engine:
         assert spec.request_id not in self._live
         now = self._clock.now()
         displaced = self._scheduler.submit(spec, now)
-        handle = RequestHandle(spec, self._scheduler.position(spec.request_id), self._send, on_ready)
-        sampling = spec.sampling
+        sampling, guesses = spec.sampling, self.config.speculation_tokens > 0
+        handle = RequestHandle(
+            spec,
+            self._scheduler.position(spec.request_id),
+            self._send,
+            on_ready,
+            allows=guesses and sampling.may_be_guessed,
+        )
+        if guesses and not sampling.may_be_guessed:
+            self._send(Allow(spec.request_id, 0))
         text = OutputText(
             self.tokenizer.stream_decoder(spec.prompt_token_ids),
             sampling.stop_strings,
@@ -344,7 +367,8 @@ class Engine:
         now = self._clock.now()
         self._num_steps += 1
         self._last_step_s, self._step_ended = now - started, now
-        self._dispatch(self._scheduler.commit(plan, result, now))
+        self._deliver_prompts(result.prompt_logprobs)
+        self._dispatch(self._scheduler.commit(plan, result, now), result.logprobs)
         if self._observer is not None:
             self._observer.step_made(plan, self._last_step_s)
         if self._resuming is not None:
@@ -442,14 +466,30 @@ class Engine:
         for command in commands:
             self._dispatch(self._scheduler.apply(command, now))
 
-    def _dispatch(self, events: Iterable[SchedulerEvent]) -> None:
-        """Hand scheduler events to their requests, tokens with their text."""
+    def _deliver_prompts(self, found: Mapping[RequestId, PromptLogProbs]) -> None:
+        """Hand out log probabilities of prompts; what was computed again after a preemption is known."""
+        for request_id, scored in found.items():
+            live = self._live.get(request_id)
+            if live is None:
+                continue
+            first = live.next_scored
+            assert scored.first_index <= first, "log probabilities of a prompt have a gap"
+            if new := scored.positions[first - scored.first_index :]:
+                live.next_scored += len(new)
+                live.handle.put(PromptLogProbs(request_id, first, new))
+
+    def _dispatch(
+        self,
+        events: Iterable[SchedulerEvent],
+        logprobs: Mapping[RequestId, PositionLogProbs] = _NO_LOGPROBS,
+    ) -> None:
+        """Hand scheduler events to their requests, tokens with their text and ``logprobs``."""
         for event in events:
             live = self._live.get(event.request_id)
             if live is None:
                 continue  # a stop string in its last token has ended it already
             if isinstance(event, TokensSampled):
-                self._deliver(live, event)
+                self._deliver(live, event, logprobs.get(event.request_id))
             elif isinstance(event, Finished | Failed):
                 self._end(live, event)
             else:
@@ -460,7 +500,7 @@ class Engine:
                     self._observer.happened(live.handle.spec, event)
                 live.handle.put(event)
 
-    def _deliver(self, live: _Live, event: TokensSampled) -> None:
+    def _deliver(self, live: _Live, event: TokensSampled, logprobs: PositionLogProbs | None) -> None:
         """Turn tokens into a delta; end the request when they hold a stop string or nobody reads."""
         now = self._clock.now()
         if live.first_token_at is None:
@@ -470,21 +510,26 @@ class Engine:
             self._observer.produced(live.handle.spec, len(event.token_ids), gap_s)
             live.last_token_at = now
         try:
-            text = self._text_of(live, event)
+            text, num_tokens = self._text_of(live, event)
         except Exception as error:  # one poisoned request fails alone
             command: Command = Fail(event.request_id, self._incident("request.text_failed", error))
             self._dispatch(self._scheduler.apply(command, now))
             return
-        live.handle.put(Delta(event.request_id, event.first_index, event.token_ids, text))
+        found = () if logprobs is None else (logprobs,)
+        delta = Delta(event.request_id, event.first_index, event.token_ids[:num_tokens], text, found)
+        live.handle.put(delta)
         if live.stop_string is not None:
-            command = Finish(event.request_id, FinishReason.STOP_STRING)
+            is_last = num_tokens == len(event.token_ids)
+            length = None if is_last else event.first_index + num_tokens
+            command = Finish(event.request_id, FinishReason.STOP_STRING, num_output_tokens=length)
             self._dispatch(self._scheduler.apply(command, now))
         elif live.handle.num_buffered_tokens > self.max_buffered_tokens:
             rule = f"{live.handle.num_buffered_tokens} output tokens wait to be read,"
             command = Fail(event.request_id, SlowConsumer(f"{rule} more than {self.max_buffered_tokens}"))
             self._dispatch(self._scheduler.apply(command, now))
 
-    def _text_of(self, live: _Live, event: TokensSampled) -> str:
+    def _text_of(self, live: _Live, event: TokensSampled) -> tuple[str, int]:
+        """The tokens' text, and how many of them count: none after a stop string."""
         spec = live.handle.spec
         text = ""
         for index, token_id in enumerate(event.token_ids, start=event.first_index):
@@ -493,8 +538,10 @@ class Engine:
                 continue  # it ends the output and has no text
             piece = live.text.push(token_id, may_stop=may_stop)
             text += piece.text
-            live.stop_string = live.stop_string or piece.stop_string
-        return text
+            if piece.stop_string is not None:
+                live.stop_string = piece.stop_string
+                return text, index - event.first_index + 1
+        return text, len(event.token_ids)
 
     def _end(self, live: _Live, event: Finished | Failed) -> None:
         handle = live.handle

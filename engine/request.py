@@ -1,6 +1,7 @@
 """A request: what was asked for (frozen) and how far it has come (owned by the scheduler)."""
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -63,6 +64,7 @@ class RequestSpec:
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
         label: free text for logs.
+        family: shared by the outputs of one prompt, the id of the first; empty for an only one.
     """
 
     request_id: RequestId
@@ -75,6 +77,12 @@ class RequestSpec:
     queue_deadline: float | None = None
     total_deadline: float | None = None
     label: str = ""
+    family: str = ""
+
+    @property
+    def shares_prompt(self) -> bool:
+        """Whether its prompt is the account of another output."""
+        return bool(self.family) and self.family != self.request_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +94,8 @@ class Usage:
     output_tokens: int = 0
     recomputed_tokens: int = 0
     preemptions: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     queued_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
@@ -102,6 +112,7 @@ class Request:
 
     Attributes:
         token_ids: prompt + output, append-only; survives preemption.
+        draft_token_ids: guesses of its next tokens, from a plan to its commit.
         block_hashes: chain of prefix hashes of the full blocks of ``token_ids``,
             extended on demand by the block manager; survives preemption.
         block_table: blocks it holds, in order; a new list whenever it gets or loses them.
@@ -111,10 +122,12 @@ class Request:
         num_tokens_in_flight: how many of these that step computes; counted only once the next one is planned.
         num_outputs_in_flight: 1 while that step samples a token of it, counted likewise; else 0.
         num_preemptions: times it was made to give way; too many, and it is admitted for good.
+        num_drafted_tokens: guesses that were computed; of these, ``num_accepted_tokens`` were right.
         num_kv_losses: times it lost its blocks with the whole pool, which is nobody's claim on it.
         num_lost_tokens: computed tokens lost by the last preemption, until it resumes.
         num_bypassed: admissions of others that passed it while it did not fit.
         num_outputs_at_resume: output tokens it had when it last resumed; None before the first time.
+        num_outputs_allowed: length its output may have for now; None = any.
         idle_since: time it last arrived or was granted a token.
         is_starved: it waited longer than its class may; served by the reserved share, until its end.
         holds_all: admitted with blocks for its longest length; it is never evicted.
@@ -122,17 +135,19 @@ class Request:
         has_started: it had a seat before.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
+        num_scored_tokens: tokens of the prompt whose computation has told how likely the next one was; only
+            for who asked for it, None = nobody did.
     """
 
     __slots__ = (
-        "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank", "cache_salt",
-        "ending_token_ids", "has_started", "holds_all", "idle_since", "in_reserve", "is_starved", "level",
-        "num_bypassed",
-        "num_cached_tokens", "num_computed_tokens", "num_confirmed_blocks", "num_kv_losses",
-        "num_lost_tokens",
-        "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions", "num_prompt_tokens",
-        "num_recomputed_tokens", "num_tokens_in_flight", "num_tokens_max", "phase_s",
-        "preempted_in_step", "request_id", "spec", "status", "token_ids",
+        "__weakref__", "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank",
+        "cache_salt", "draft_token_ids", "ending_token_ids", "has_started", "holds_all", "idle_since",
+        "in_reserve", "is_starved", "level", "num_accepted_tokens", "num_bypassed", "num_cached_tokens",
+        "num_computed_tokens", "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses",
+        "num_lost_tokens", "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight",
+        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens",
+        "num_tokens_in_flight", "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec",
+        "status", "token_ids",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -143,6 +158,9 @@ class Request:
         self.arrival_seq = arrival_seq
         self.status = RequestStatus.WAITING
         self.token_ids: list[int] = list(spec.prompt_token_ids)
+        self.draft_token_ids: Sequence[int] = ()
+        self.num_drafted_tokens = 0
+        self.num_accepted_tokens = 0
         self.block_hashes: list[bytes] = []
         self.block_table: list[int] = []
         self.num_confirmed_blocks = 0
@@ -155,11 +173,13 @@ class Request:
         self.num_cached_tokens = 0
         self.num_lost_tokens = 0
         self.num_recomputed_tokens = 0
+        self.num_scored_tokens = None if spec.sampling.prompt_logprobs is None else 0
         self.num_preemptions = 0
         self.num_kv_losses = 0
         self.preempted_in_step = 0
         self.num_bypassed = 0
         self.num_outputs_at_resume: int | None = None
+        self.num_outputs_allowed: int | None = None
         self.idle_since = now
         self.is_starved = False
         self.holds_all = False
@@ -193,6 +213,17 @@ class Request:
     def is_ending(self) -> bool:
         """Whether the token in flight is its last one, whatever it is; then nothing is left to compute."""
         return self.num_outputs_in_flight > 0 and len(self.token_ids) + 1 >= self.num_tokens_max
+
+    @property
+    def num_cacheable_tokens(self) -> int:
+        """Tokens whose KV may come from the cache: what is found there is not computed, so scores nothing."""
+        num_scored = self.num_scored_tokens
+        return len(self.token_ids) if num_scored is None or self.is_scored else num_scored
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether nothing of its prompt is still to be scored; the last token of a prompt scores no other."""
+        return self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1
 
     @property
     def max_known_tokens(self) -> int:
@@ -244,5 +275,7 @@ class Request:
             output_tokens=self.num_output_tokens,
             recomputed_tokens=self.num_recomputed_tokens,
             preemptions=self.num_preemptions + self.num_kv_losses,
+            drafted_tokens=self.num_drafted_tokens,
+            accepted_tokens=self.num_accepted_tokens,
             **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
         )

@@ -41,6 +41,10 @@ class Tokenizer(Protocol):
         """Ids of a text; special tokens spelt in it are recognised."""
         ...
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text as it stands in the middle of others; nothing is put before or after it."""
+        ...
+
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
     ) -> list[int]:
@@ -112,11 +116,8 @@ class OutputText:
     def _release(self, new: str, *, may_stop: bool) -> TextPiece:
         known = len(self._held)
         text = self._held + new
-        if not may_stop:
-            # What is complete by now can't stop any more, but its tail may begin a later match.
-            self._held = ""
-            return TextPiece(text)
-        found = self._find(text, known)
+        # What is complete while nothing may stop never stops, but its tail may begin a later match.
+        found = self._find(text, known) if may_stop else None
         if found is not None:
             start, stop_string = found
             self._held = ""

@@ -200,10 +200,10 @@ class RunLayers(Protocol):
 class LogitAdjustments:
     """Penalties and biases of ``R`` rows, as ``P`` pairs of row and id. No pair may come twice.
 
-    The logit ``x`` of a pair that was seen in prompt or output becomes ``x / repetition`` where it is
-    positive, else ``x * repetition``; then, if the output holds it ``n > 0`` times, ``x - presence -
-    n * frequency``; then ``x + bias``. Sources: Keskar et al., "CTRL", 2019; the OpenAI API's definition
-    of the other two.
+    The logit ``x`` of a pair becomes ``x + bias``; then, if it was seen in prompt or output,
+    ``x / repetition`` where it is positive, else ``x * repetition``; then, if the output holds it
+    ``n > 0`` times, ``x - presence - n * frequency``. Sources: Keskar et al., "CTRL", 2019; the OpenAI
+    API's definition of the other two; the order is that of transformers and of vLLM.
 
     Attributes:
         rows: ``[P]`` int64.
@@ -227,6 +227,21 @@ class LogitAdjustments:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedIds:
+    """Rows that may choose certain ids alone, as ``A`` pairs of row and id.
+
+    Attributes:
+        restricted_rows: ``[n]`` int64, those rows, each once.
+        rows: ``[A]`` int64.
+        token_ids: ``[A]`` int64.
+    """
+
+    restricted_rows: Tensor
+    rows: Tensor
+    token_ids: Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingInputs:
     """How each of ``R`` rows chooses its token. One entry a row, on any device.
 
@@ -240,6 +255,8 @@ class SamplingInputs:
         banned_rows: ``[B]`` int64, row of each banned pair.
         banned_ids: ``[B]`` int64, token id of each banned pair.
         adjustments: penalties and biases, which come before everything else; None = none.
+        allowed: rows that may choose certain ids alone; None = none.
+        typical_p: ``[R]`` float64; 1 = off; None = off for all.
     """
 
     temperature: Tensor
@@ -251,6 +268,8 @@ class SamplingInputs:
     banned_rows: Tensor
     banned_ids: Tensor
     adjustments: LogitAdjustments | None = None
+    allowed: AllowedIds | None = None
+    typical_p: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

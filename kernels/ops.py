@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kernels import registry
 from kernels.interface import (
+    AllowedIds,
     AttentionInputs,
     ExpertWeights,
     LayerStack,
@@ -32,6 +33,7 @@ from kernels.interface import (
 )
 
 __all__ = [
+    "AllowedIds",
     "AttentionInputs",
     "ExpertWeights",
     "LayerStack",
@@ -318,13 +320,14 @@ def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Choose a token for each row.
 
-    In this order: logits are adjusted (``LogitAdjustments``); banned ids leave;
-    logits are divided by the temperature; the ``top_k`` likeliest stay; of those
-    the smallest set of likeliest whose mass reaches ``top_p``; of those the ones
-    with at least ``min_p`` times the likeliest one's probability; then the argmax
-    of logit + Gumbel noise, a draw from the softmax (Gumbel 1954; Maddison et al.,
-    "A* Sampling", 2014). Equal logits rank by id, the lowest first. Temperature 0
-    is the argmax of the logits, the lowest id on ties.
+    In this order: logits are adjusted (``LogitAdjustments``); ids leave that are banned or not
+    among the allowed ones; logits are divided by the temperature; the ``top_k`` likeliest stay;
+    of those the smallest set of likeliest whose mass reaches ``top_p``; of those the ones with at
+    least ``min_p`` times the likeliest one's probability; of those the most typical ones whose
+    mass reaches ``typical_p`` (surprise closest to the entropy of what is left, equally close ones
+    together; Meister et al., "Locally Typical Sampling", 2023); then the argmax of logit + Gumbel
+    noise, a draw from the softmax (Gumbel 1954; Maddison et al., "A* Sampling", 2014). Equal logits
+    rank by id, the lowest first. Temperature 0 is the argmax of the logits, the lowest id on ties.
 
     Invariant: a row's choice depends on its logits, its parameters and
     (seed, output index) alone, never on the other rows.

@@ -14,6 +14,9 @@ from torch import Tensor
 from kernels.interface import LogitAdjustments, LogProbs, Sampled, SamplingInputs
 
 _MASK = 2**64 - 1
+#: Vocabularies up to this size are sorted whole, all rows at once; of larger ones each row ranks no more than
+#: it must. Rows that are sorted at once hold at most so many ids together.
+MAX_SORTED_VOCAB, MAX_SORTED_IDS = 4096, 2**20
 # Constants of SplitMix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014.
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -41,26 +44,35 @@ def sample(
         adjust(logits, inputs.adjustments)
     token_ids, finite = greedy(logits)
     failed = ~finite
+    restricted = restrict(logits, inputs)
+    if restricted.numel():
+        left = logits[restricted]
+        token_ids[restricted] = greedy(left)[0]
+        failed[restricted] |= left.amax(dim=-1) == float("-inf")
+    drawing = ((inputs.temperature > 0) & ~failed).nonzero().flatten()
+    if not drawing.numel():
+        return Sampled(token_ids, failed)
+    num_rows = max(1, MAX_SORTED_IDS // logits.shape[1])
+    draw = _draw_sorted if logits.shape[1] <= MAX_SORTED_VOCAB else _draw_each
+    for rows in drawing.split(num_rows):  # type: ignore[no-untyped-call]
+        token_ids[rows] = draw(logits, inputs, rows)
+    return Sampled(token_ids, failed)
+
+
+def restrict(logits: Tensor, inputs: SamplingInputs) -> Tensor:
+    """Put minus infinity in the place of ids that may not be chosen; which rows have any, ``[n]`` int64."""
+    allowed, restricted = inputs.allowed, inputs.banned_rows
+    if allowed is not None:
+        kept = logits[allowed.rows, allowed.token_ids]
+        logits[allowed.restricted_rows] = float("-inf")
+        logits[allowed.rows, allowed.token_ids] = kept
+        restricted = torch.cat([restricted, allowed.restricted_rows])
     if inputs.banned_ids.numel():
         logits[inputs.banned_rows, inputs.banned_ids] = float("-inf")
-        rows = torch.tensor(sorted(set(inputs.banned_rows.tolist())), device=logits.device)
-        left = logits[rows]
-        token_ids[rows] = greedy(left)[0]
-        failed[rows] |= left.amax(dim=-1) == float("-inf")
-    drawing = ((inputs.temperature > 0) & ~failed).nonzero().flatten().tolist()
-    if drawing:
-        columns = (
-            inputs.temperature,
-            inputs.top_k,
-            inputs.top_p,
-            inputs.min_p,
-            inputs.seed,
-            inputs.output_index,
-        )
-        settings = list(zip(*(column.tolist() for column in columns), strict=True))
-        for row in drawing:
-            token_ids[row] = _draw(logits[row], *settings[row])
-    return Sampled(token_ids, failed)
+    if not restricted.numel():
+        return restricted
+    rows: Tensor = restricted.unique()  # type: ignore[no-untyped-call]
+    return rows
 
 
 def adjust(logits: Tensor, adjustments: LogitAdjustments) -> None:
@@ -68,21 +80,23 @@ def adjust(logits: Tensor, adjustments: LogitAdjustments) -> None:
     rows, token_ids = adjustments.rows, adjustments.token_ids
     counts = adjustments.output_counts.to(logits.dtype)
     repetition = adjustments.repetition[rows]
-    values = logits[rows, token_ids]
+    values = logits[rows, token_ids] + adjustments.bias
     repeated = torch.where(values > 0, values / repetition, values * repetition)
     values = torch.where(adjustments.in_prompt | (counts > 0), repeated, values)
     penalty = adjustments.presence[rows] + counts * adjustments.frequency[rows]
-    values = torch.where(counts > 0, values - penalty, values)
-    logits[rows, token_ids] = values + adjustments.bias
+    logits[rows, token_ids] = torch.where(counts > 0, values - penalty, values)
 
 
 def log_probs_of(logits: Tensor, token_ids: Tensor, num_top: int, log_sum_exp: Tensor) -> LogProbs:
     """What ``kernels.ops.log_probs`` returns, from what the exponentials of a row sum up to."""
     totals = log_sum_exp.unsqueeze(1)
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - totals
-    # Stable, so that equal ones stay in the order of their ids.
-    values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return LogProbs(chosen.squeeze(1), ids[:, :num_top].contiguous(), values[:, :num_top] - totals)
+    ids = torch.zeros(logits.shape[0], num_top, dtype=torch.int64, device=logits.device)
+    if num_top:
+        for row, out in zip(logits, ids, strict=True):
+            found = _likeliest(row, num_top)[:num_top]  # none in a row of what is no number
+            out[: found.shape[0]] = found
+    return LogProbs(chosen.squeeze(1), ids, logits.gather(1, ids) - totals)
 
 
 def gumbel_noise(seed: int, output_index: int, token_ids: Tensor) -> Tensor:
@@ -96,23 +110,96 @@ def gumbel_noise(seed: int, output_index: int, token_ids: Tensor) -> Tensor:
     Returns:
         ``[n]`` float64, finite; the same for the same arguments everywhere.
     """
-    key = _mix(_mix(seed & _MASK) + output_index)
-    bits = _mix_tensor(token_ids * _signed(_GAMMA) + _signed(key))
+    return _noise(_signed(_mix(_mix(seed & _MASK) + output_index)), token_ids)
+
+
+def _noise(key: int | Tensor, token_ids: Tensor) -> Tensor:
+    """``gumbel_noise`` of a place in an output, or of several places that broadcast."""
+    bits = _mix_tensor(token_ids * _signed(_GAMMA) + key)
     # 52 bits, moved by half a step: strictly between 0 and 1, so that both logarithms are finite.
     uniform = _shift(bits, 12).double().mul_(2.0**-52).add_(2.0**-53)
     return uniform.log_().neg_().log_().neg_()
 
 
+def _draw_each(logits: Tensor, inputs: SamplingInputs, rows: Tensor) -> Tensor:
+    """The draws of ``rows``, ``[n]`` int64, one after the other."""
+    typical_p = inputs.typical_p
+    columns = (
+        inputs.temperature,
+        inputs.top_k,
+        inputs.top_p,
+        inputs.min_p,
+        torch.ones_like(inputs.top_p) if typical_p is None else typical_p,
+        inputs.seed,
+        inputs.output_index,
+    )
+    settings = zip(*(column[rows].tolist() for column in columns), strict=True)
+    drawn = [_draw(logits[row], *setting) for row, setting in zip(rows.tolist(), settings, strict=True)]
+    return torch.tensor(drawn, device=logits.device)
+
+
+def _draw_sorted(logits: Tensor, inputs: SamplingInputs, rows: Tensor) -> Tensor:
+    """The same, all at once, by sorting the rows whole."""
+    scaled = logits[rows]
+    scaled = (scaled - scaled.amax(dim=1, keepdim=True)).double().div_(inputs.temperature[rows].unsqueeze(1))
+    values, ids = scaled.sort(dim=1, descending=True, stable=True)
+    vocab, weights = logits.shape[1], values.exp()
+    rank = torch.arange(vocab, device=logits.device)
+    top_k, top_p = inputs.top_k[rows].unsqueeze(1), inputs.top_p[rows].unsqueeze(1)
+    kept = rank < torch.where(top_k > 0, top_k, vocab)
+    mass = torch.where(kept, weights, 0.0).cumsum(1)
+    kept &= (rank <= (mass < top_p * mass[:, -1:]).sum(1, keepdim=True)) | (top_p >= 1)
+    kept &= values >= inputs.min_p[rows].log().unsqueeze(1)
+    if inputs.typical_p is not None:
+        typical_p = inputs.typical_p[rows].unsqueeze(1)
+        kept &= _is_typical(values, torch.where(kept, weights, 0.0), typical_p) | (typical_p >= 1)
+    state = _mix_tensor(inputs.seed[rows] + _signed(_GAMMA))
+    key = _mix_tensor(state + inputs.output_index[rows] + _signed(_GAMMA)).unsqueeze(1)
+    scores = torch.where(kept, _noise(key, ids) + values, float("-inf"))
+    return torch.where(scores == scores.amax(dim=1, keepdim=True), ids, vocab).amin(dim=1)
+
+
 def _draw(
-    logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, output_index: int
+    logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    typical_p: float,
+    seed: int,
+    output_index: int,
 ) -> int:
     """One row's draw. ``logits`` is ``[vocab]``, banned ids at minus infinity, at least one finite."""
     # Relative to the maximum, so that a tiny temperature cannot overflow.
     scaled = (logits - logits.max()).double().div_(temperature)
     kept = _keep(scaled, top_k, top_p, min_p)
+    if typical_p < 1:
+        values = scaled[kept].unsqueeze(0)
+        kept = kept[_is_typical(values, values.exp(), torch.tensor(typical_p)).squeeze(0)]
     scores = gumbel_noise(seed, output_index, kept).add_(scaled[kept])
     best = scores == scores.max()
     return int(kept[best].min())
+
+
+def _is_typical(values: Tensor, weights: Tensor, typical_p: Tensor) -> Tensor:
+    """Which ids are among the most typical: whose surprise ``-log p`` is closest to the entropy.
+
+    They are the fewest whose mass reaches ``typical_p`` of all, with those that are equally close as the
+    last of them. With ``p = exp(value) / Z`` both surprise and entropy have the same ``log Z``, so the
+    distance is that of a value from the mean value.
+
+    Args:
+        values: ``[n, m]`` float64, scaled logits.
+        weights: ``[n, m]``, their exponentials; 0 = that id is out.
+        typical_p: ``[n, 1]`` or a scalar.
+    """
+    total = weights.sum(dim=1, keepdim=True)
+    mean = torch.where(weights > 0, weights * values, 0.0).sum(dim=1, keepdim=True) / total
+    distance = torch.where(weights > 0, (values - mean).abs(), float("inf"))
+    ranked, order = distance.sort(dim=1, stable=True)
+    mass = weights.gather(1, order).cumsum(1)
+    last = (mass < typical_p * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=values.shape[1] - 1)
+    return (distance <= ranked.gather(1, last)) & (weights > 0)
 
 
 def _keep(scaled: Tensor, top_k: int, top_p: float, min_p: float) -> Tensor:

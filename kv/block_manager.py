@@ -79,8 +79,10 @@ class BlockManager:
         """Blocks of an owner, in order; a live view."""
         return self._owners[request_id].block_table
 
-    def match(self, owner: KvOwner) -> PrefixHit:
+    def match(self, owner: KvOwner, max_tokens: int | None = None) -> PrefixHit:
         """Find the longest prefix of the owner's tokens that is in the pool. Takes nothing.
+
+        It is at most ``max_tokens`` long, whatever is there.
 
         Of several copies of a block one that is held is preferred: taking it costs no free block.
         """
@@ -89,6 +91,8 @@ class BlockManager:
         if self.enable_prefix_cache:
             num_usable = (len(owner.token_ids) - 1) // self.block_size
             extend_hashes(owner, num_usable, self.block_size)
+            if max_tokens is not None:
+                num_usable = min(num_usable, max_tokens // self.block_size)
             for block_hash in owner.block_hashes[:num_usable]:
                 copies = self._index.find(block_hash)
                 if not copies:

@@ -18,11 +18,23 @@ from typing import Protocol
 import structlog
 
 from engine.errors import Draining, VorrangError
-from engine.handle import RequestHandle
+from engine.handle import Handle
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
-from engine.sampling import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from engine.sampling import (
+    MAX_BANNED_SEQUENCES,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROBS,
+    MAX_OUTPUTS,
+    MAX_PROMPT_LOGPROBS,
+    MAX_SEQUENCE_TOKENS,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
+from engine.siblings import submit_siblings
 from server import convert
 from server.convert import Draft
 from server.errors import EngineStarting, row_of
@@ -156,8 +168,8 @@ class Backend:
         return CALLER.get().allowed(level)
 
     def find(self, request_id: RequestId) -> Ticket | None:
-        """A request whose caller has not seen the end, by the server's id."""
-        return self._tickets.get(request_id)
+        """A request whose caller has not seen the end, by the server's id or that of one of its outputs."""
+        return self._tickets.get(RequestId(request_id.partition(".")[0]))
 
     @contextlib.contextmanager
     def _refusals_counted(self) -> Iterator[None]:
@@ -173,7 +185,7 @@ class Backend:
         token_ids: Iterable[int],
         level: int,
         client_request_id: str,
-        on_ready: Callable[[RequestHandle], None] | None = None,
+        on_ready: Callable[[Handle], None] | None = None,
         *,
         deadline: float | None = None,
     ) -> Ticket:
@@ -194,7 +206,7 @@ class Backend:
         token_ids: Iterable[int],
         level: int,
         client_request_id: str,
-        on_ready: Callable[[RequestHandle], None] | None,
+        on_ready: Callable[[Handle], None] | None,
         deadline: float | None,
     ) -> Ticket:
         engine, caller = self.engine, CALLER.get()
@@ -211,7 +223,11 @@ class Backend:
         )
         if caller.tenant:
             spec = dataclasses.replace(spec, tenant=caller.tenant, cache_salt=caller.tenant)
-        handle = engine.submit(spec, on_ready)
+        handle: Handle
+        if draft.num_outputs == 1:
+            handle = engine.submit(spec, on_ready)
+        else:
+            handle = submit_siblings(engine, spec, draft.num_outputs, on_ready)
         log.debug("request.submitted", request_id=request_id, client_request_id=client_request_id)
         ticket = Ticket(
             handle,
@@ -273,14 +289,33 @@ class Backend:
             max_stop_strings=MAX_STOP_STRINGS,
             max_stop_string_bytes=MAX_STOP_STRING_BYTES,
             max_stop_token_ids=MAX_STOP_TOKEN_IDS,
-            max_logprobs=0,
+            max_logprobs=MAX_LOGPROBS,
             max_frame_bytes=self.settings.max_frame_bytes,
             max_session_requests=self.settings.max_session_requests,
             max_bad_frames=self.settings.max_bad_frames,
             max_request_id_bytes=MAX_REQUEST_ID_BYTES,
             max_buffered_tokens=engine.max_buffered_tokens,
             max_label_bytes=convert.MAX_LABEL_BYTES,
+            max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
+            max_outputs=MAX_OUTPUTS,
+            max_logit_biases=MAX_LOGIT_BIASES,
+            max_listed_token_ids=MAX_LISTED_TOKEN_IDS,
+            max_banned_sequences=MAX_BANNED_SEQUENCES,
+            max_sequence_tokens=MAX_SEQUENCE_TOKENS,
         )
+
+
+async def with_bad_words(draft: Draft, engine: Engine) -> Draft:
+    """The draft with its bad words banned as ids; they are tokenised off the event loop.
+
+    Raises:
+        InvalidRequest: see ``convert.banned_by_words``.
+
+    Cancellation: as for ``token_ids_of``.
+    """
+    if not draft.bad_words:
+        return draft
+    return await asyncio.to_thread(convert.banned_by_words, draft, engine.tokenizer)
 
 
 async def token_ids_of(draft: Draft) -> Iterable[int]:

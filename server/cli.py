@@ -138,6 +138,14 @@ PipelineDepth = Annotated[
     int | None,
     typer.Option(help="Steps planned ahead of the one computed: 0 or 1.", rich_help_panel=_MODEL),
 ]
+Speculation = Annotated[
+    int | None,
+    typer.Option(
+        "--speculation-tokens",
+        help="Tokens guessed from prompt and output, and verified in the same step; 0 = none.",
+        rich_help_panel=_MODEL,
+    ),
+]
 Threads = Annotated[int | None, typer.Option(help="Threads of a step.", rich_help_panel=_MODEL)]
 WeightsOption = Annotated[
     WeightsName | None,
@@ -190,6 +198,7 @@ def serve(
     model_name: ModelName = None,
     runner: RunnerOption = None,
     pipeline_depth: PipelineDepth = None,
+    speculation_tokens: Speculation = None,
     threads: Threads = None,
     weights: WeightsOption = None,
     kernels: KernelsOption = None,
@@ -236,6 +245,7 @@ def serve(
             "kv.num_blocks": kv_blocks,
             "kv.block_size": block_size,
             "scheduler.policy": policy and policy.value,
+            "scheduler.speculation_tokens": speculation_tokens,
             "scheduler.discipline": discipline and discipline.value,
             "scheduler.max_running_requests": max_running_requests,
             "scheduler.max_waiting_requests": max_waiting_requests,

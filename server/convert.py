@@ -17,30 +17,22 @@ from engine.errors import InvalidRequest, Unimplemented, UnknownModel
 from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_BANNED_SEQUENCES, MAX_OUTPUTS, MAX_SEQUENCE_TOKENS, SamplingParams
 from engine.text import ChatMessage, Tokenizer
 from server.errors import status_of
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
 MAX_LABEL_BYTES = 128
+MAX_BAD_WORD_BYTES = 256
 _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
 _UNSUPPORTED_SPEC = ("grammar",)
-#: The same for sampling, with the value that means "off".
-_UNSUPPORTED_SAMPLING = {
-    "typical_p": 1.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "logprobs": None,
-    "prompt_logprobs": None,
-}
-_UNSUPPORTED_LISTS = ("logit_bias", "allowed_token_ids", "banned_token_ids")
 _PLAIN_SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "include_stop_string",
-    "ignore_eos",
+    "ignore_eos", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
+    "prompt_logprobs",
 )  # fmt: skip
 _FINISH_REASONS = {
     FinishReason.STOP: types.FINISH_REASON_STOP,
@@ -74,6 +66,8 @@ class Draft:
         credit_tokens: output tokens its client is ready for at first; None when it does not say.
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
+        num_outputs: how many outputs are wanted.
+        bad_words: words that must not be said, to be banned as ids once they are tokenised.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -85,6 +79,8 @@ class Draft:
     credit_tokens: int | None
     queue_deadline: float | None
     total_deadline: float | None
+    num_outputs: int = 1
+    bad_words: tuple[str, ...] = ()
 
 
 def draft_of(
@@ -118,7 +114,7 @@ def draft_of(
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
     sampling = _sampling(spec.sampling, default_max_tokens)
-    check_token_ids(sampling.stop_token_ids, info, field="sampling.stop_token_ids")
+    _check_sampling_ids(sampling, info)
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
@@ -131,7 +127,52 @@ def draft_of(
         credit_tokens=spec.credit_tokens if spec.HasField("credit_tokens") else None,
         queue_deadline=None if queue_s is None else now + queue_s,
         total_deadline=None if total_s is None else now + total_s,
+        num_outputs=_num_outputs(spec, sampling),
+        bad_words=_bad_words(spec.sampling),
     )
+
+
+def _bad_words(params: types.SamplingParams) -> tuple[str, ...]:
+    if len(params.bad_words) > MAX_BANNED_SEQUENCES:
+        rule = f"must hold at most {MAX_BANNED_SEQUENCES} entries"
+        raise InvalidRequest("sampling.bad_words", rule, len(params.bad_words))
+    for index, word in enumerate(params.bad_words):
+        size = len(word.encode())
+        if not word.strip() or size > MAX_BAD_WORD_BYTES:
+            rule = f"must be a word of at most {MAX_BAD_WORD_BYTES} bytes"
+            raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
+    return tuple(params.bad_words)
+
+
+def banned_by_words(draft: Draft, tokenizer: Tokenizer) -> Draft:
+    """A draft whose bad words are banned as ids: each as it is, and with a space before it. May be slow.
+
+    Raises:
+        InvalidRequest: a word, or all that is banned, is longer than may be.
+    """
+    if not draft.bad_words:
+        return draft
+    sequences = dict.fromkeys(draft.sampling.banned_sequences)
+    for index, word in enumerate(draft.bad_words):
+        for text in (word.lstrip(), f" {word.lstrip()}"):
+            ids = tuple(tokenizer.encode_plain(text))
+            if not 1 <= len(ids) <= MAX_SEQUENCE_TOKENS:
+                rule = f"must be 1 to {MAX_SEQUENCE_TOKENS} tokens long"
+                raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
+            sequences[ids] = None
+    sampling = dataclasses.replace(draft.sampling, banned_sequences=tuple(sequences))
+    return dataclasses.replace(draft, sampling=sampling)
+
+
+def _num_outputs(spec: types.GenerationSpec, sampling: SamplingParams) -> int:
+    count = int(spec.num_outputs) if spec.HasField("num_outputs") else 1
+    if not 1 <= count <= MAX_OUTPUTS:
+        raise InvalidRequest("num_outputs", f"must be between 1 and {MAX_OUTPUTS}", count)
+    if count > 1 and sampling.temperature == 0:
+        raise InvalidRequest(
+            "num_outputs", "must be 1 at temperature 0, where all outputs are the same", count
+        )
+    return count
 
 
 def fingerprint(spec: types.GenerationSpec) -> bytes:
@@ -164,7 +205,7 @@ def request_spec(
     ``deadline`` is one more bound on the total time, on the engine's clock.
 
     Raises:
-        InvalidRequest: ``min_tokens`` exceeds what the context leaves.
+        InvalidRequest: ``min_tokens`` exceeds what the context leaves, or no token is left to be sampled.
     """
     prompt = tuple(token_ids)
     sampling = draft.sampling
@@ -172,6 +213,7 @@ def request_spec(
         room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
+    _check_allowed(sampling, eos)
     deadlines = [time for time in (draft.total_deadline, deadline) if time is not None]
     return RequestSpec(
         request_id,
@@ -244,8 +286,38 @@ def _sampling(params: types.SamplingParams, default_max_tokens: int) -> Sampling
     if "seed" not in given:
         given["seed"] = secrets.randbits(64)
     return SamplingParams(
-        **given, stop_token_ids=tuple(params.stop_token_ids), stop_strings=tuple(params.stop_strings)
+        **given,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop_strings=tuple(params.stop_strings),
+        logit_bias=tuple((entry.token_id, entry.bias) for entry in params.logit_bias),
+        allowed_token_ids=tuple(params.allowed_token_ids),
+        banned_token_ids=tuple(params.banned_token_ids),
+        banned_sequences=tuple(tuple(sequence.ids) for sequence in params.banned_sequences),
     )
+
+
+def _check_sampling_ids(sampling: SamplingParams, info: ModelInfo) -> None:
+    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
+        check_token_ids(getattr(sampling, name), info, field=f"sampling.{name}")
+    for index, (token_id, _) in enumerate(sampling.logit_bias):
+        if token_id >= info.vocab_size:
+            field = f"sampling.logit_bias[{index}].token_id"
+            raise InvalidRequest(field, f"must be less than {info.vocab_size}", token_id)
+    for index, sequence in enumerate(sampling.banned_sequences):
+        check_token_ids(sequence, info, field=f"sampling.banned_sequences[{index}].ids")
+
+
+def _check_allowed(sampling: SamplingParams, ending: frozenset[int]) -> None:
+    """An allowed id must be left while the output may not end.
+
+    Raises:
+        InvalidRequest: none is.
+    """
+    if sampling.allowed_token_ids and sampling.min_tokens:
+        banned = ending.union(sampling.stop_token_ids, sampling.always_banned())
+        if banned.issuperset(sampling.allowed_token_ids):
+            rule = "must be 0 when all that is allowed ends the output"
+            raise InvalidRequest("sampling.min_tokens", rule, sampling.min_tokens)
 
 
 def _refuse_unsupported(spec: types.GenerationSpec) -> None:
@@ -254,14 +326,6 @@ def _refuse_unsupported(spec: types.GenerationSpec) -> None:
             raise Unimplemented(name)
     if spec.adapter:
         raise Unimplemented("adapter")
-    if spec.HasField("num_outputs") and spec.num_outputs != 1:
-        raise Unimplemented("num_outputs")
-    for name, neutral in _UNSUPPORTED_SAMPLING.items():
-        if spec.sampling.HasField(name) and getattr(spec.sampling, name) != neutral:
-            raise Unimplemented(f"sampling.{name}")
-    for name in _UNSUPPORTED_LISTS:
-        if getattr(spec.sampling, name):
-            raise Unimplemented(f"sampling.{name}")
 
 
 def fill_event(
@@ -277,6 +341,11 @@ def fill_event(
             delta.first_token_index = event.first_index
             delta.token_ids.extend(event.token_ids)
             delta.text = event.text
+            if event.logprobs:
+                delta.logprobs.extend(map(position_logprobs, event.logprobs))
+        case ev.PromptLogProbs():
+            frame.prompt_logprobs.first_token_index = event.first_index
+            frame.prompt_logprobs.positions.extend(map(position_logprobs, event.positions))
         case ev.Started():
             frame.started.prompt_tokens = event.num_prompt_tokens
             frame.started.cached_tokens = event.num_cached_tokens
@@ -290,11 +359,24 @@ def fill_event(
             frame.priority_changed.SetInParent()
             frame.priority_changed.level = event.level
             frame.priority_changed.priority_ignored = priority_ignored
+        case ev.OutputFinished():
+            frame.output_finished.CopyFrom(finished(event.finished))
         case ev.Finished():
             frame.finished.CopyFrom(finished(event))
         case ev.Failed():
             assert isinstance(frame, gen.SessionResponse), "a failed call ends with a status"
             frame.failed.CopyFrom(failed(event.error, usage(event.usage)))
+
+
+def position_logprobs(position: ev.PositionLogProbs) -> types.PositionLogprobs:
+    """Log probabilities at one place of a text."""
+    return types.PositionLogprobs(
+        sampled=types.TokenLogprob(token_id=position.token_id, logprob=position.logprob),
+        top=[
+            types.TokenLogprob(token_id=token_id, logprob=logprob)
+            for token_id, logprob in zip(position.top_ids, position.top, strict=True)
+        ],
+    )
 
 
 def preempt_reason(reason: PreemptReason) -> types.PreemptReason:
@@ -346,6 +428,8 @@ def usage(cost: Usage) -> types.Usage:
         decode=duration(cost.decode_s),
         preempted=duration(cost.preempted_s),
         parked=duration(cost.parked_s),
+        drafted_tokens=cost.drafted_tokens,
+        accepted_tokens=cost.accepted_tokens,
     )
 
 

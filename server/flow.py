@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from engine.errors import SlowConsumer
-from engine.handle import RequestHandle
+from engine.handle import Handle
 
 
 class Flow:
@@ -27,7 +27,7 @@ class Flow:
 
     def __init__(
         self,
-        handle: RequestHandle,
+        handle: Handle,
         *,
         granted_tokens: int | None,
         max_unsent_tokens: int,
@@ -46,6 +46,7 @@ class Flow:
         self._unbound = False
         self._watched = True
         self._parked = False
+        self._allow()
         self.update(0)
 
     @property
@@ -68,11 +69,13 @@ class Flow:
         """Let it produce more."""
         if self._granted_tokens is not None:
             self._granted_tokens += num_tokens
+            self._allow()
             self.update(self._num_unsent_tokens)
 
     def renew(self, granted_tokens: int) -> None:
         """Replace all that was granted: tokens counted from the first of the output."""
         self._granted_tokens = granted_tokens
+        self._allow()
         self.update(self._num_unsent_tokens)
 
     def pause(self) -> None:
@@ -88,6 +91,7 @@ class Flow:
     def unbind(self, unbound: bool) -> None:
         """Whether pause and credit count for nothing, because its client can send no more frames."""
         self._unbound = unbound
+        self._allow()
         self.update(self._num_unsent_tokens)
 
     def watch(self, watched: bool) -> None:
@@ -121,6 +125,10 @@ class Flow:
             self._stop_timer()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._expire)
+
+    def _allow(self) -> None:
+        """Tell the engine what was granted, where a step could bring more."""
+        self._handle.allow(None if self._unbound else self._granted_tokens)
 
     def _flows_freely(self, num_unsent_tokens: int) -> bool:
         """Whether nothing holds it or held it: what is true nearly always, and quick to tell."""

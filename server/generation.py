@@ -12,11 +12,11 @@ import grpc
 import grpc.aio
 
 from engine.errors import DeadlineExceeded, InvalidRequest
-from engine.events import Delta, Failed, Finished
-from engine.handle import RequestHandle
+from engine.events import Delta, Failed, Finished, OutputFinished, PromptLogProbs
+from engine.handle import Handle
 from engine.request import FinishReason
 from server import convert
-from server.backend import Backend, token_ids_of
+from server.backend import Backend, token_ids_of, with_bad_words
 from server.errors import EndedCall
 from server.flow import Flow
 from server.guard import Guard
@@ -94,6 +94,7 @@ class GenerationService:
                     _check_time(event, context)
                 sequence += 1
                 frame = gen.GenerateStreamResponse(sequence=sequence)
+                frame.output_index = ticket.handle.output_index(event)
                 ignored = ticket.accepted.priority_ignored
                 convert.fill_event(frame, event, priority_ignored=ignored)
                 await _write(context, frame)
@@ -111,14 +112,21 @@ class GenerationService:
         """
         ticket = await self._start(request, context)
         response = gen.GenerateResponse(accepted=ticket.accepted)
-        pieces: list[str] = []
+        outputs = [gen.GenerateOutput() for _ in range(max(1, request.spec.num_outputs))]
+        pieces: list[list[str]] = [[] for _ in outputs]
         try:
             await context.send_initial_metadata(())  # accepted: from now on a retry would not be safe
             async for event in ticket.handle.events():
+                index = ticket.handle.output_index(event)
                 match event:
                     case Delta():
-                        pieces.append(event.text)
-                        response.token_ids.extend(event.token_ids)
+                        pieces[index].append(event.text)
+                        outputs[index].token_ids.extend(event.token_ids)
+                        outputs[index].logprobs.extend(map(convert.position_logprobs, event.logprobs))
+                    case OutputFinished():
+                        outputs[index].finished.CopyFrom(convert.finished(event.finished))
+                    case PromptLogProbs():
+                        response.prompt_logprobs.extend(map(convert.position_logprobs, event.positions))
                     case Finished():
                         _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))
@@ -126,7 +134,13 @@ class GenerationService:
                         raise EndedCall(event.error, convert.usage(event.usage))
         finally:
             self._settle(ticket, context)
-        response.text = "".join(pieces)
+        for output, texts in zip(outputs, pieces, strict=True):
+            output.text = "".join(texts)
+        response.text = outputs[0].text
+        response.token_ids.extend(outputs[0].token_ids)
+        response.logprobs.extend(outputs[0].logprobs)
+        if len(outputs) > 1:
+            response.outputs.extend(outputs)
         return response
 
     async def tokenize(self, request: gen.TokenizeRequest, _: Any) -> gen.TokenizeResponse:
@@ -169,7 +183,7 @@ class GenerationService:
         self,
         request: gen.GenerateStreamRequest | gen.GenerateRequest,
         context: Any,
-        on_ready: Callable[[RequestHandle], None] | None = None,
+        on_ready: Callable[[Handle], None] | None = None,
     ) -> Ticket:
         metadata = context.invocation_metadata() or ()
         metadata_level = level_of(metadata)
@@ -185,6 +199,7 @@ class GenerationService:
         deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
+        draft = await with_bad_words(draft, self._backend.engine)
         token_ids = await token_ids_of(draft)
         return self._backend.submit(draft, token_ids, level, client_id, on_ready, deadline=deadline)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from engine.errors import ResumeOutOfRange
 from engine.events import Delta, Failed, LevelChanged
-from engine.handle import RequestHandle
+from engine.handle import Handle
 from engine.request import RequestSpec
 from server import convert
 from server.bucket import Bucket
@@ -204,7 +204,7 @@ class LiveRequest:
 
     # What the writer sends.
 
-    def on_event(self, handle: RequestHandle) -> None:
+    def on_event(self, handle: Handle) -> None:
         """The engine has put an event into the handle."""
         self.level = handle.level
         self._update_flow()
@@ -257,6 +257,7 @@ class LiveRequest:
         num_tokens = handle.num_output_tokens - handle.num_buffered_tokens
         for event in handle.take():
             frame = self._frame()
+            frame.output_index = handle.output_index(event)
             convert.fill_event(frame, event, priority_ignored=self._priority_ignored)
             if isinstance(event, Delta):
                 num_tokens += len(event.token_ids)

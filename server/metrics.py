@@ -81,6 +81,8 @@ TABLE: Mapping[str, Metric] = {
         _counter("vorrang_cached_tokens", "Those of them that were found in the prefix cache.", *_BY_TENANT),
         _counter("vorrang_output_tokens", "Output tokens.", *_BY_TENANT),
         _counter("vorrang_recomputed_tokens", "Tokens computed again after preemptions.", *_BY_TENANT),
+        _counter("vorrang_drafted_tokens", "Tokens that were guessed and verified.", *_BY_TENANT),
+        _counter("vorrang_accepted_tokens", "Those of them that were right.", *_BY_TENANT),
         _counter("vorrang_preemptions", "Preemptions, by reason.", *_BY_TENANT, "reason"),
         _counter("vorrang_credit_stalls", "Times a request was parked for want of credit.", *_BY_TENANT),
         _counter("vorrang_runner_restarts", "Times the runner was lost and started again."),
@@ -200,7 +202,8 @@ class Metrics:
         series = self._of(spec)
         match event:
             case Started():
-                series.counters["vorrang_prompt_tokens"] += event.num_prompt_tokens
+                if not spec.shares_prompt:
+                    series.counters["vorrang_prompt_tokens"] += event.num_prompt_tokens
                 series.counters["vorrang_cached_tokens"] += event.num_cached_tokens
             case Preempted():
                 series.preemptions[event.reason.value] += 1
@@ -216,6 +219,9 @@ class Metrics:
         series.reasons[how] += 1
         series.histograms["vorrang_request_seconds"].add(total_s)
         series.histograms["vorrang_queue_seconds"].add(usage.queued_s)
+        if usage.drafted_tokens:
+            series.counters["vorrang_drafted_tokens"] += usage.drafted_tokens
+            series.counters["vorrang_accepted_tokens"] += usage.accepted_tokens
         if ttft_s is not None:
             series.histograms["vorrang_ttft_seconds"].add(ttft_s)
             if usage.output_tokens > 1:

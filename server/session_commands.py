@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from engine import errors as e
 from server import convert
-from server.backend import Backend, server_version, token_ids_of
+from server.backend import Backend, server_version, token_ids_of, with_bad_words
 from server.convert import Draft
 from server.errors import public, status_of
 from server.live_request import LiveRequest
@@ -234,6 +234,7 @@ class SessionCommands:
         Cancellation: the request never was.
         """
         try:
+            draft = await with_bad_words(draft, self._backend.engine)
             token_ids = await token_ids_of(draft)
             if before is not None:
                 await before.wait()

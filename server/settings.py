@@ -350,6 +350,9 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
         raise SettingsError("kv.bytes must not be set together with kv.num_blocks")
     _check_tenants(settings.tenants)
     _refuse_ranks_without_processes(settings)
+    if settings.engine.pipeline_depth and settings.scheduler.speculation_tokens:
+        rule = "must be 0 with scheduler.speculation_tokens: how far guesses get is not known ahead"
+        raise SettingsError(f"engine.pipeline_depth {rule}, got {settings.engine.pipeline_depth}")
     return Loaded(settings, origins)
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.handle import RequestHandle
+from engine.handle import Handle
 from vorrang.v1.generation_pb2 import AcceptedEvent
 
 
@@ -16,6 +16,6 @@ class Ticket:
         client_request_id: the id its client chose; may be empty.
     """
 
-    handle: RequestHandle
+    handle: Handle
     accepted: AcceptedEvent
     client_request_id: str = ""

@@ -57,8 +57,9 @@ class TokenRates:
         self.spend(spec.tenant, num_tokens)
 
     def submitted(self, spec: RequestSpec) -> None:
-        """Take a prompt from an account."""
-        self.spend(spec.tenant, len(spec.prompt_token_ids))
+        """Take a prompt from an account; several outputs share theirs."""
+        if not spec.shares_prompt:
+            self.spend(spec.tenant, len(spec.prompt_token_ids))
 
     def step_made(self, plan: Plan, duration_s: float) -> None:
         """Steps belong to no tenant."""

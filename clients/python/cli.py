@@ -6,9 +6,10 @@ usage or a refused field, 130 Ctrl-C.
 
 import asyncio
 import getpass
+import json
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator
 from typing import Annotated, Any
 
 import typer
@@ -69,11 +70,47 @@ def generate(
     temperature: Annotated[float | None, typer.Option(min=0.0, help="0 = greedy.")] = None,
     top_p: Annotated[float | None, typer.Option(help="Nucleus sampling mass.")] = None,
     top_k: Annotated[int | None, typer.Option(min=0, help="Likeliest tokens kept; 0 = all.")] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Least share of the likeliest one's probability.")
+    ] = None,
+    typical_p: Annotated[float | None, typer.Option(help="Mass of typical sampling.")] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Factor against tokens of prompt and output; 1 = off.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted for tokens of the output, -2..2.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="Subtracted for each time they came, -2..2.")
+    ] = None,
+    logit_bias: Annotated[
+        list[str] | None, typer.Option(help="ID:BIAS, added to a token's logit; repeatable.")
+    ] = None,
+    allow: Annotated[
+        list[int] | None, typer.Option(help="Id of a token that may be sampled, no other; repeatable.")
+    ] = None,
+    ban: Annotated[
+        list[int] | None, typer.Option(help="Id of a token that is never sampled; repeatable.")
+    ] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Word that is never said; repeatable.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Shortest output, in tokens.")] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of the sampling.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")] = None,
+    n: Annotated[
+        int | None, typer.Option("--n", min=1, help="Outputs; several are shown at the end.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(min=0, help="Show each token's log probability and so many likeliest.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(min=0, help="The same for the tokens of the prompt.")
+    ] = None,
     timeout: Annotated[float | None, typer.Option(min=0.0, help="Deadline in seconds.")] = None,
 ) -> None:
-    """Generate text; it streams to standard output, what it cost goes to standard error."""
+    """Generate text; it streams to standard output, what it cost goes to standard error.
+
+    Log probabilities go there too, one JSON object a token.
+    """
     if prompt == "-":
         prompt = sys.stdin.read()
     chosen: dict[str, Any] = {
@@ -82,8 +119,21 @@ def generate(
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "typical_p": typical_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logit_bias": dict(map(_bias, logit_bias)) if logit_bias else None,
+        "allowed_token_ids": allow,
+        "banned_token_ids": ban,
+        "bad_words": bad_word,
+        "min_tokens": min_tokens,
         "seed": seed,
         "stop": stop,
+        "n": n,
+        "logprobs": logprobs,
+        "prompt_logprobs": prompt_logprobs,
     }
     options = RequestOptions(label="vorrangctl generate")
     options.update({name: value for name, value in chosen.items() if value is not None})  # type: ignore[typeddict-item]
@@ -100,13 +150,41 @@ async def _generate(
         VorrangClient.from_environment(target) as client,
         client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
     ):
+        is_only = options.get("n", 1) == 1
         async for event in stream:
-            if isinstance(event, Delta):
+            if isinstance(event, Delta) and is_only:
                 sys.stdout.write(event.text)
                 sys.stdout.flush()
+        result = await stream.result()
+        if not is_only:
+            texts = (f"--- {index}\n{output.text}" for index, output in enumerate(result.outputs))
+            sys.stdout.write("\n".join(texts))
         sys.stdout.write("\n")
         sys.stdout.flush()
-        sys.stderr.write(f"{usage_line(await stream.result())}\n")
+        for line in logprob_lines(result):
+            sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{usage_line(result)}\n")
+
+
+def logprob_lines(result: Result) -> Iterator[str]:
+    """Log probabilities of the prompt and of each output, a JSON object a token."""
+    parts = [("prompt", result.prompt_logprobs)]
+    parts += [(f"output {index}", output.logprobs) for index, output in enumerate(result.outputs)]
+    for part, positions in parts:
+        for position in positions:
+            sampled = position.sampled
+            top = {entry.token_id: round(entry.logprob, 4) for entry in position.top}
+            yield json.dumps(
+                {"of": part, "token": sampled.token_id, "logprob": round(sampled.logprob, 4), "top": top}
+            )
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token_id, _, bias = text.partition(":")
+    try:
+        return int(token_id), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"--logit-bias must be ID:BIAS, got {text!r}") from None
 
 
 def usage_line(result: Result) -> str:

@@ -23,6 +23,7 @@ from clients.python.events import (
     decode_finished,
     decode_limits,
     decode_logprobs,
+    decode_outputs,
 )
 from clients.python.request import Messages, PriorityLike, RequestOptions, encode_prompt, encode_spec
 from clients.python.session import Session
@@ -246,6 +247,8 @@ class VorrangClient:
             logprobs=decode_logprobs(response.logprobs),
             accepted=decode_accepted(response.accepted) if response.HasField("accepted") else None,
             duration_s=loop.time() - sent_at_s,
+            prompt_logprobs=decode_logprobs(response.prompt_logprobs),
+            outputs=decode_outputs(response),
         )
 
     async def tokenize(

@@ -6,7 +6,7 @@ adds arrives as its number instead of failing.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, TypeAlias
 
 from google.protobuf.duration_pb2 import Duration
@@ -29,6 +29,8 @@ class Usage:
         decode_s: from the first output token to the end, less preempted and parked time.
         preempted_s: waiting after preemptions.
         parked_s: paused, or without credit.
+        drafted_tokens: output tokens that the server guessed and verified.
+        accepted_tokens: of these, the ones that were right.
     """
 
     prompt_tokens: int = 0
@@ -41,6 +43,8 @@ class Usage:
     decode_s: float = 0.0
     preempted_s: float = 0.0
     parked_s: float = 0.0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +57,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class PositionLogprobs:
-    """The sampled token at one output position, and the likeliest ones, likeliest first."""
+    """The token at one place of a text, sampled or the prompt's, and the likeliest ones, likeliest first."""
 
     sampled: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -95,6 +99,20 @@ class Started:
 
     prompt_tokens: int
     cached_tokens: int = 0
+    output_index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of tokens of the prompt, each told once, the first token's never.
+
+    Attributes:
+        first_token_index: index of the first of them in the prompt, from 1.
+        positions: one entry a token.
+    """
+
+    first_token_index: int
+    positions: tuple[PositionLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +124,14 @@ class Delta:
         token_ids: new token ids.
         first_token_index: index of the first of them in the output, from 0.
         logprobs: one entry per new token, if asked for.
+        output_index: which of several outputs it belongs to.
     """
 
     text: str
     token_ids: tuple[int, ...] = ()
     first_token_index: int = 0
     logprobs: tuple[PositionLogprobs, ...] = ()
+    output_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +141,12 @@ class Preempted:
     Attributes:
         reason: what was needed: "SEATS", "BLOCKS", "GROWTH" or "OPERATOR".
         count: how often it has been preempted, this time included.
+        output_index: which of several outputs it is.
     """
 
     reason: str
     count: int
+    output_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +154,7 @@ class Resumed:
     """It is being computed again; ``recomputed_tokens`` were not found in the cache."""
 
     recomputed_tokens: int
+    output_index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +183,48 @@ class Finished:
     stop_token_id: int | None = None
 
 
-Event: TypeAlias = Accepted | QueueUpdate | Started | Delta | Preempted | Resumed | PriorityChanged | Finished
+@dataclass(frozen=True, slots=True)
+class OutputFinished:
+    """One of several outputs has ended; ``Finished`` follows when all have.
+
+    Attributes:
+        output_index: which.
+        finished: why, and what it cost by itself.
+    """
+
+    output_index: int
+    finished: Finished
+
+
+Event: TypeAlias = (
+    Accepted
+    | QueueUpdate
+    | Started
+    | PromptLogprobs
+    | Delta
+    | Preempted
+    | Resumed
+    | PriorityChanged
+    | OutputFinished
+    | Finished
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One of the outputs of a request.
+
+    Attributes:
+        text: the text.
+        token_ids: the token ids.
+        finished: why it ended, and what it cost; None if the server did not say.
+        logprobs: one entry per token, if asked for.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finished: Finished | None = None
+    logprobs: tuple[PositionLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,15 +232,17 @@ class Result:
     """The whole output of a request.
 
     Attributes:
-        text: the text.
-        token_ids: the token ids.
+        text: the text; of several outputs the first one's.
+        token_ids: the token ids, likewise.
         finish_reason: as in ``Finished.reason``.
         usage: what it cost.
-        logprobs: one entry per token, if asked for.
+        logprobs: one entry per token, if asked for; likewise.
         accepted: what was accepted (level, seed); None if the server did not say.
         ttft_s: from sending the request to its first token; None when there was none, or the call is unary.
         tpot_s: mean time between tokens after the first, preempted time included; None below two tokens.
         duration_s: from sending the request to its end.
+        prompt_logprobs: one entry per token of the prompt but the first, if asked for.
+        outputs: all outputs in order; the only one, too.
     """
 
     text: str
@@ -188,6 +254,8 @@ class Result:
     ttft_s: float | None = None
     tpot_s: float | None = None
     duration_s: float = 0.0
+    prompt_logprobs: tuple[PositionLogprobs, ...] = ()
+    outputs: tuple[Output, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +274,12 @@ class Limits:
     max_request_id_bytes: int = 0
     max_buffered_tokens: int = 0
     max_label_bytes: int = 0
+    max_prompt_logprobs: int = 0
+    max_outputs: int = 0
+    max_logit_biases: int = 0
+    max_listed_token_ids: int = 0
+    max_banned_sequences: int = 0
+    max_sequence_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +345,8 @@ def decode_usage(usage: types_pb2.Usage) -> Usage:
         decode_s=seconds(usage.decode),
         preempted_s=seconds(usage.preempted),
         parked_s=seconds(usage.parked),
+        drafted_tokens=usage.drafted_tokens,
+        accepted_tokens=usage.accepted_tokens,
     )
 
 
@@ -325,6 +401,16 @@ def decode_finished(event: generation_pb2.FinishedEvent) -> Finished:
     )
 
 
+def decode_outputs(response: generation_pb2.GenerateResponse) -> tuple[Output, ...]:
+    """Read the outputs of a unary call from the wire; an only one is not repeated there."""
+    return tuple(
+        Output(
+            each.text, tuple(each.token_ids), decode_finished(each.finished), decode_logprobs(each.logprobs)
+        )
+        for each in response.outputs or [response]
+    )
+
+
 _DECODERS: dict[str, Callable[[Any], Event]] = {
     "accepted": decode_accepted,
     "queue_update": lambda e: QueueUpdate(e.queue_position),
@@ -332,6 +418,8 @@ _DECODERS: dict[str, Callable[[Any], Event]] = {
     "delta": lambda e: Delta(e.text, tuple(e.token_ids), e.first_token_index, decode_logprobs(e.logprobs)),
     "preempted": lambda e: Preempted(enum_name(types_pb2.PreemptReason, e.reason), e.count),
     "resumed": lambda e: Resumed(e.recomputed_tokens),
+    "prompt_logprobs": lambda e: PromptLogprobs(e.first_token_index, decode_logprobs(e.positions)),
+    "output_finished": lambda e: OutputFinished(0, decode_finished(e)),
     "priority_changed": lambda e: PriorityChanged(e.level, e.capped, e.priority_ignored),
     "finished": decode_finished,
 }
@@ -345,4 +433,7 @@ def decode(response: Any) -> Event | None:
     """
     case = response.WhichOneof("event")
     decoder = _DECODERS.get(case) if case else None
-    return decoder(getattr(response, case)) if decoder else None
+    event = decoder(getattr(response, case)) if decoder else None
+    if response.output_index and isinstance(event, Started | Delta | Preempted | Resumed | OutputFinished):
+        return replace(event, output_index=response.output_index)
+    return event

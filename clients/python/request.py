@@ -34,7 +34,10 @@ class SamplingOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float]
     allowed_token_ids: Sequence[int]
     banned_token_ids: Sequence[int]
+    banned_sequences: Sequence[Sequence[int]]
+    bad_words: Sequence[str]
     logprobs: int
+    prompt_logprobs: int
 
 
 class RequestOptions(SamplingOptions, total=False):
@@ -44,7 +47,7 @@ class RequestOptions(SamplingOptions, total=False):
     ``total_timeout_s`` the whole request, both in seconds; at expiry the
     partial output stands. ``credit_tokens`` are the output tokens a request in a
     session may be ahead of its reader; None = the session's. ``label`` is free text
-    for the server's logs.
+    for the server's logs. ``n`` is the number of outputs (``Result.outputs``).
     """
 
     messages: Messages
@@ -55,6 +58,7 @@ class RequestOptions(SamplingOptions, total=False):
     queue_timeout_s: float
     total_timeout_s: float
     credit_tokens: int | None
+    n: int
 
 
 _SAMPLING_NAMES = SamplingOptions.__annotations__.keys()
@@ -114,6 +118,8 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
     credit_tokens = options.get("credit_tokens")
     if credit_tokens is not None:
         spec.credit_tokens = credit_tokens
+    if "n" in options:
+        spec.num_outputs = options["n"]
     if "queue_timeout_s" in options:
         spec.queue_timeout.CopyFrom(_duration(options["queue_timeout_s"]))
     if "total_timeout_s" in options:
@@ -125,11 +131,14 @@ def _encode_sampling(options: RequestOptions) -> types_pb2.SamplingParams:
     values = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     stop = options.get("stop", ())
     values.pop("stop", None)
-    values.pop("logit_bias", None)
+    for name in ("logit_bias", "banned_sequences"):
+        values.pop(name, None)
     sampling = types_pb2.SamplingParams(**values)  # type: ignore[arg-type]  # The names are the same on the wire.
     sampling.stop_strings.extend([stop] if isinstance(stop, str) else stop)
     for token_id, bias in options.get("logit_bias", {}).items():
         sampling.logit_bias.add(token_id=token_id, bias=bias)
+    for sequence in options.get("banned_sequences", ()):
+        sampling.banned_sequences.add(ids=sequence)
     return sampling
 
 

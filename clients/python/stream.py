@@ -14,8 +14,11 @@ from clients.python.events import (
     Delta,
     Event,
     Finished,
+    Output,
+    OutputFinished,
     PositionLogprobs,
     PriorityChanged,
+    PromptLogprobs,
     QueueUpdate,
     Result,
     decode,
@@ -35,9 +38,8 @@ class Collector:
         self._first_token_at_s: float | None = None
         self._last_token_at_s = sent_at_s
         self._ended_at_s = sent_at_s
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
+        self._outputs: dict[int, _OutputSoFar] = {}
+        self._prompt_logprobs: list[PositionLogprobs] = []
         self._accepted: Accepted | None = None
         self.finished: Finished | None = None
 
@@ -45,15 +47,20 @@ class Collector:
         """Take in one event that arrived at ``now_s``."""
         match event:
             case Delta():
-                self._text.append(event.text)
-                self._token_ids.extend(event.token_ids)
-                self._logprobs.extend(event.logprobs)
+                output = self._output(event.output_index)
+                output.text.append(event.text)
+                output.token_ids.extend(event.token_ids)
+                output.logprobs.extend(event.logprobs)
                 if event.token_ids:
                     self._last_token_at_s = now_s
                     if self._first_token_at_s is None:
                         self._first_token_at_s = now_s
             case Accepted():
                 self._accepted = event
+            case PromptLogprobs():
+                self._prompt_logprobs.extend(event.positions)
+            case OutputFinished():
+                self._output(event.output_index).finished = event.finished
             case Finished():
                 self.finished = event
                 self._ended_at_s = now_s
@@ -64,18 +71,40 @@ class Collector:
         """Everything so far as a result; only to be asked for once ``finished`` is set."""
         assert self.finished is not None
         first = self._first_token_at_s
-        gaps = len(self._token_ids) - 1
+        gaps = max((len(output.token_ids) for output in self._outputs.values()), default=0) - 1
+        only = self._output(0)
+        if len(self._outputs) == 1 and only.finished is None:
+            only.finished = self.finished
+        outputs = tuple(self._outputs[index].output() for index in sorted(self._outputs))
         return Result(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            text=outputs[0].text,
+            token_ids=outputs[0].token_ids,
             finish_reason=self.finished.reason,
             usage=self.finished.usage,
-            logprobs=tuple(self._logprobs),
+            logprobs=outputs[0].logprobs,
             accepted=self._accepted,
             ttft_s=None if first is None else first - self._sent_at_s,
             tpot_s=None if first is None or gaps < 1 else (self._last_token_at_s - first) / gaps,
             duration_s=self._ended_at_s - self._sent_at_s,
+            prompt_logprobs=tuple(self._prompt_logprobs),
+            outputs=outputs,
         )
+
+    def _output(self, index: int) -> "_OutputSoFar":
+        return self._outputs.setdefault(index, _OutputSoFar())
+
+
+class _OutputSoFar:
+    """One output in the making."""
+
+    def __init__(self) -> None:
+        self.text: list[str] = []
+        self.token_ids: list[int] = []
+        self.logprobs: list[PositionLogprobs] = []
+        self.finished: Finished | None = None
+
+    def output(self) -> Output:
+        return Output("".join(self.text), tuple(self.token_ids), self.finished, tuple(self.logprobs))
 
 
 class EventStream(ABC):
@@ -141,9 +170,10 @@ class EventStream(ABC):
 
 
 class _PendingDelta:
-    """Deltas that arrived one after the other and were not yet read, as one."""
+    """Deltas of one output that arrived one after the other and were not yet read, as one."""
 
     def __init__(self, first: Delta) -> None:
+        self.output_index = first.output_index
         self._first_token_index = first.first_token_index
         self._text = [first.text]
         self._token_ids = list(first.token_ids)
@@ -156,16 +186,21 @@ class _PendingDelta:
 
     def delta(self) -> Delta:
         return Delta(
-            "".join(self._text), tuple(self._token_ids), self._first_token_index, tuple(self._logprobs)
+            "".join(self._text),
+            tuple(self._token_ids),
+            self._first_token_index,
+            tuple(self._logprobs),
+            self.output_index,
         )
 
 
 class EventBuffer:
     """Events that arrived and were not yet read.
 
-    Bounded by what the request can cause, not by a count: neighbouring deltas
-    become one, of neighbouring queue positions only the latest is kept, and
-    every other event happens a bounded number of times.
+    Bounded by what the request can cause, not by a count: neighbouring deltas of one
+    output become one (of several outputs there are at most as many as credit allows tokens),
+    of neighbouring queue positions only the latest is kept, and every other event happens a
+    bounded number of times.
 
     Attributes:
         last_sequence: sequence up to which events were taken; 0 = none were.
@@ -182,7 +217,11 @@ class EventBuffer:
     def push(self, event: Event, sequence: int = 0) -> None:
         """Add ``event`` as the newest."""
         newest = self._events[-1] if self._events else None
-        if isinstance(event, Delta) and isinstance(newest, _PendingDelta):
+        if (
+            isinstance(event, Delta)
+            and isinstance(newest, _PendingDelta)
+            and event.output_index == newest.output_index
+        ):
             newest.merge(event)
             self._sequences[-1] = sequence
             return

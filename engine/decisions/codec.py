@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest, VorrangError
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Allow, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig, TenantConfig
 from engine.scheduler.decisions import Applied, Call, Committed, Origin, Planned, Record, Submitted
 from engine.scheduler.plan import StepResult
@@ -32,12 +32,22 @@ VERSION = 1
 MAX_POOL_BLOCKS = 2**24
 
 _DECISION = ("step", "grants", "gate", "num_running", "num_waiting", "num_free_blocks")
-_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, LoseKv)}
+_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, Allow, LoseKv)}
 _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip
 _UNTAGGED = (RequestSpec, SamplingParams, Usage, SchedulerConfig, ClassConfig, TenantConfig)
-_LEFT_OUT = {"label", "stop_strings", "include_stop_string"}
+#: What no decision depends on.
+_LEFT_OUT = {
+    "label", "stop_strings", "include_stop_string", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "banned_sequences",
+    "logprobs", "packed",
+}  # fmt: skip
+#: Written only where they say something: logs without them are read, and replayed, as they always were.
+_OPTIONAL: Mapping[str, object] = {
+    "family": "", "prompt_logprobs": None, "num_output_tokens": None, "speculation_tokens": 0,
+    "speculation_max_running": 8, "drafted_tokens": 0, "accepted_tokens": 0,
+}  # fmt: skip
 _FIELDS: Mapping[type, tuple[str, ...]] = {
     cls: tuple(f.name for f in dataclasses.fields(cls) if f.name not in _LEFT_OUT)
     for cls in (*_TAGGED, *_UNTAGGED)
@@ -107,6 +117,8 @@ def _body(record: Record) -> dict[str, Any]:
             body |= {"call": "commit", "step": step, "sampled": dict(result.sampled)}
             if result.failures:
                 body["failures"] = dict(result.failures)
+            if result.after_drafts:
+                body["after_drafts"] = dict(result.after_drafts)
     if record.events:
         body["events"] = record.events
     if record.error is not None:
@@ -123,7 +135,8 @@ def _plain(value: object) -> object:
     names = _FIELDS.get(type(value))
     if names is not None:
         tag = {"type": type(value).__name__} if type(value) in _TAGGED else {}
-        return tag | {name: getattr(value, name) for name in names}
+        fields = {name: getattr(value, name) for name in names}
+        return tag | {n: v for n, v in fields.items() if n not in _OPTIONAL or v != _OPTIONAL[n]}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, frozenset):
@@ -197,9 +210,14 @@ def read_call(body: Mapping[str, Any]) -> tuple[Call, float]:
         case "commit":
             sampled = _member(body, "sampled", dict)
             failures = _member(body, "failures", dict) if "failures" in body else {}
+            after_drafts = _member(body, "after_drafts", dict) if "after_drafts" in body else {}
             result = StepResult(
                 {RequestId(i): _read(int, token, f"sampled.{i}") for i, token in sampled.items()},
                 {RequestId(i): _read(VorrangError, e, f"failures.{i}") for i, e in failures.items()},
+                after_drafts={
+                    RequestId(i): _read(tuple[int, ...], token_ids, f"after_drafts.{i}")
+                    for i, token_ids in after_drafts.items()
+                },
             )
             return Committed(_read(int, body.get("step"), "step"), result), now
         case other:
@@ -257,7 +275,7 @@ def _read(hint: Any, value: Any, where: str) -> Any:
 
 
 def _read_fields(cls: type, value: dict[str, Any], where: str) -> Any:
-    names = _FIELDS[cls]
+    names = tuple(name for name in _FIELDS[cls] if name in value or name not in _OPTIONAL)
     if odd := sorted(set(names) ^ set(value)):
         state = "is missing" if odd[0] in names else "is unknown to this version"
         raise Malformed(f"{where}.{odd[0]} {state}")

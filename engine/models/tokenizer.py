@@ -73,6 +73,11 @@ class HfTokenizer:
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Ids of a piece of text as it stands in the middle of others; nothing is put before or after it."""
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
     ) -> list[int]:

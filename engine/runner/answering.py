@@ -147,7 +147,10 @@ def _outcome(plan: Plan, compute: Callable[[], StepResult], decoder: PlanDecoder
 
 
 def _packed(plan: Plan, result: StepResult) -> Message:
-    """Sampled tokens in the order of the grants that sample, None for who failed."""
+    """Sampled tokens in the order of the grants that sample, None for failures; then what drafts brought."""
     sampled = [result.sampled.get(g.request_id) for g in plan.grants if g.output_index is not None]
     failures = {request_id: pack_error(error) for request_id, error in result.failures.items()}
+    if result.logprobs or result.prompt_logprobs or result.after_drafts:
+        more = (result.logprobs, result.prompt_logprobs, result.after_drafts)
+        return RESULT, plan.step, sampled, failures, *more
     return RESULT, plan.step, sampled, failures

@@ -26,10 +26,10 @@ SWEEP_PLANS = 64
 #: Stands in for a token that was never sampled, because its step or its row failed. Any id will do.
 ANY_TOKEN_ID = 0
 
-#: key, id, parameters, ending ids
-Introduction = tuple[int, RequestId, SamplingParams, frozenset[int]]
-#: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them
-Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int]]
+#: key, id, parameters, ending ids, tokens of the prompt
+Introduction = tuple[int, RequestId, SamplingParams, frozenset[int], int]
+#: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them, drafts
+Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int], Sequence[int]]
 #: step, keys to forget, introductions, rows in the order of the grants
 PlanDelta = tuple[int, Sequence[int], Sequence[Introduction], Sequence[Row]]
 
@@ -39,7 +39,7 @@ _NOTHING: tuple[int, ...] = ()
 class _Told:
     """What the decoder knows of a request."""
 
-    __slots__ = ("block_table", "key", "num_blocks", "num_tokens", "plan")
+    __slots__ = ("__weakref__", "block_table", "key", "num_blocks", "num_tokens", "plan")
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -74,16 +74,23 @@ class PlanEncoder:
                 told = self._told[request.request_id] = _Told(self._num_keys)
                 self._num_keys += 1
                 introductions.append(
-                    (told.key, request.request_id, request.sampling, request.ending_token_ids)
+                    (
+                        told.key,
+                        request.request_id,
+                        request.sampling,
+                        request.ending_token_ids,
+                        request.num_prompt_tokens,
+                    )
                 )
             told.plan = self._num_plans
             new_tokens = token_ids[told.num_tokens :]
-            num_known, end = len(token_ids), start + num_tokens
+            drafts = request.draft_token_ids
+            num_known, end = len(token_ids), start + num_tokens - len(drafts)
             told.num_tokens = num_known if num_known >= end else end  # the decoder adds what is unknown
             kept = told.num_blocks if table is told.block_table else 0
             new_blocks = table[kept:] if len(table) > kept else _NOTHING
             told.block_table, told.num_blocks = table, len(table)
-            rows.append((told.key, start, num_tokens, output_index, new_tokens, kept, new_blocks))
+            rows.append((told.key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts))
         return plan.step, gone, introductions, rows
 
     def _sweep(self) -> list[int]:
@@ -95,18 +102,27 @@ class PlanEncoder:
 class KnownRequest:
     """A request as the far end knows it: a ``Granted``."""
 
-    __slots__ = ("block_table", "ending_token_ids", "request_id", "sampling", "token_ids")
+    __slots__ = (
+        "__weakref__", "block_table", "draft_token_ids", "ending_token_ids", "num_prompt_tokens",
+        "request_id", "sampling", "token_ids",
+    )  # fmt: skip
 
     #: The far end keeps no record of levels.
     level = 0
 
     def __init__(
-        self, request_id: RequestId, sampling: SamplingParams, ending_token_ids: frozenset[int]
+        self,
+        request_id: RequestId,
+        sampling: SamplingParams,
+        ending_token_ids: frozenset[int],
+        num_prompt_tokens: int,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self.ending_token_ids = ending_token_ids
+        self.num_prompt_tokens = num_prompt_tokens
         self.token_ids: list[int] = []
+        self.draft_token_ids: Sequence[int] = ()
         self.block_table: list[int] = []
 
 
@@ -153,13 +169,14 @@ class PlanDecoder:
         known = self._known
         for key in gone:
             del known[key]
-        for key, request_id, sampling, ending_token_ids in introductions:
-            known[key] = KnownRequest(request_id, sampling, ending_token_ids)
+        for key, request_id, sampling, ending_token_ids, num_prompt in introductions:
+            known[key] = KnownRequest(request_id, sampling, ending_token_ids, num_prompt)
         grants: list[Grant] = []
-        for key, start, num_tokens, output_index, new_tokens, kept, new_blocks in rows:
+        for key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
-            if len(request.token_ids) >= start + num_tokens:
+            request.draft_token_ids = drafts
+            if len(request.token_ids) >= start + num_tokens - len(drafts):
                 pass
             elif is_ahead:
                 self._lacking.append(request)

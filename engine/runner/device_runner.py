@@ -4,18 +4,23 @@ Beside ``torch_runner``, which is for a CPU alone. Launching a step and waiting
 for its result are two calls, so that the host can be ahead of the device by one.
 """
 
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.errors import VorrangError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
+from engine.runner import logprobs
 from engine.runner.base import ModelBroken, ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
 from engine.runner.executor import StepExecutor
+from engine.runner.logprobs import wanted_rows
 from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of
 from engine.runner.torch_runner import fail_alone, warm_up_plan
 from engine.scheduler.plan import Plan, StepResult
@@ -70,6 +75,7 @@ class DeviceModel:
         self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._num_launched = 0
         self._last_rows: dict[RequestId, int] = {}
+        self._last: Launched | None = None
 
     @property
     def info(self) -> ModelInfo:
@@ -104,7 +110,8 @@ class DeviceModel:
 
         A grant may lack its last token if the plan launched before samples it: the
         device takes it from there, without the host's having seen it. If that one
-        failed, it is any id.
+        failed, it is any id. Where a request can't choose without knowing it (penalties,
+        banned sequences), this waits for that plan first, and the device for this one.
 
         Invariant: at most ``NUM_IN_FLIGHT`` are launched and not collected.
 
@@ -112,12 +119,14 @@ class DeviceModel:
             ModelBroken: see ``run``.
         """
         failures: dict[RequestId, VorrangError] = {}
-        batch = build_batch(plan, self._executor.pool.block_size)
+        batch = build_batch(plan, self._executor.pool.block_size, self._last_tokens)
+        failures.update(batch.dead_ends)
         strange = _mask_strange_ids(batch, self._info.vocab_size)
         fail_alone(plan, strange, "ids are unknown", failures)
         for place, request_id in batch.unknown:
             batch.token_ids[place] = -1 - self._last_rows.get(request_id, 0)
         self._last_rows = {request_id: row for row, request_id in enumerate(batch.sampling_ids)}
+        own_sampling = batch.sampling
         size = bucket_for(batch, self._buckets)
         if size is not None:
             batch = padded(batch, size, self._executor.scratch_block, self._executor.pool.block_size)
@@ -129,14 +138,35 @@ class DeviceModel:
         try:
             if self._others is not None:
                 self._others.announce(shape, words)
-            report = self._compute(shape, words, len(batch.sampling_ids), self._reports[turn])
+            report = self._compute(shape, words, batch, own_sampling, self._reports[turn])
         except Exception as error:
             raise self._as_broken(error) from error
         event: torch.cuda.Event | None = None
         if report.is_pinned():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        return Launched(plan, batch, failures, report, event)
+        self._last = Launched(plan, batch, failures, report, event)
+        return self._last
+
+    def _last_tokens(self) -> dict[RequestId, int]:
+        """What the plan launched last samples; waits for it.
+
+        Raises:
+            ModelBroken: see ``run``.
+        """
+        if self._last is None:
+            return {}
+        self._wait_for(self._last)
+        sampling_ids = self._last.batch.sampling_ids
+        token_ids = self._last.report[: len(sampling_ids)].tolist()
+        return dict(zip(sampling_ids, token_ids, strict=True))
+
+    def _wait_for(self, launched: "Launched") -> None:
+        try:
+            if launched.event is not None:
+                launched.event.synchronize()
+        except Exception as error:
+            raise self._as_broken(error) from error
 
     def collect(self, launched: "Launched") -> StepResult:
         """Wait for the oldest launched plan, and say what came of it.
@@ -144,38 +174,42 @@ class DeviceModel:
         Raises:
             ModelBroken: see ``run``.
         """
-        try:
-            if launched.event is not None:
-                launched.event.synchronize()
-        except Exception as error:
-            raise self._as_broken(error) from error
+        self._wait_for(launched)
         plan, batch, failures = launched.plan, launched.batch, launched.failures
-        num_sampling = len(batch.sampling_ids)
-        report = launched.report.tolist()
-        token_ids, failed = report[:num_sampling], report[num_sampling : 2 * num_sampling]
-        broken = zip(batch.request_ids, report[2 * num_sampling :], strict=False)  # padding follows
+        report = Report(batch, launched.report)
+        broken = zip(batch.request_ids, report.broken(), strict=False)  # padding follows
         fail_alone(plan, [i for i, count in broken if count], "hidden states are not finite", failures)
-        hopeless = [i for i, bad in zip(batch.sampling_ids, failed, strict=True) if bad]
+        token_ids = report.token_ids()
+        hopeless = [i for i, bad in zip(batch.sampling_ids, report.failed(), strict=True) if bad]
         fail_alone(plan, hopeless, "no finite logits", failures)
-        sampled = zip(batch.sampling_ids, token_ids, strict=True)
-        return StepResult({i: token_id for i, token_id in sampled if i not in failures}, failures)
+        return batch.result(token_ids, failures, report.logprobs(token_ids), report.prompt_logprobs())
 
-    def _compute(self, shape: StepShape, words: Tensor, num_sampling: int, report: "HostWords") -> Tensor:
-        """Compute and sample; the result on the host, once the device is there.
+    def _compute(
+        self, shape: StepShape, words: Tensor, batch: Batch, own: SamplingInputs, buffer: "HostWords"
+    ) -> Tensor:
+        """Compute and sample; a ``Report`` on the host, once the device is there.
 
-        Returns:
-            ``[2 R + S]`` int64: ids of the R rows that sample, whether each of them failed, and how many
-            of each request's hidden states are not finite.
+        ``own`` is how the batch's own rows sample, before any were added.
         """
+        num_sampling = len(batch.sampling_ids)
         inputs, outputs = self._executor.compute(shape, words)
         parts = [outputs.broken]
         with torch.inference_mode():
             if outputs.logits is not None:
-                chosen = ops.sample(outputs.logits[:num_sampling], first_rows(inputs.sampling, num_sampling))
+                logits = outputs.logits[:num_sampling]
+                wanted, num_top = wanted_rows(batch)
+                rows = moved(torch.tensor(wanted, dtype=torch.int64), logits.device)
+                kept = logits.index_select(0, rows) if wanted else None  # sampling overwrites them
+                chosen = ops.sample(logits, with_rest(first_rows(inputs.sampling, num_sampling), own))
                 self._executor.last_ids[:num_sampling].copy_(chosen.token_ids)
                 parts = [chosen.token_ids, chosen.failed.to(torch.int64), *parts]
+                if kept is not None:
+                    found = ops.log_probs(kept, chosen.token_ids.index_select(0, rows), num_top)
+                    parts.append(logprobs.to_words(found))
+            if outputs.scores is not None:
+                parts.append(logprobs.to_words(outputs.scores))
             on_device = torch.cat(parts)
-            on_host = report.take(on_device.shape[0])
+            on_host = buffer.take(on_device.shape[0])
             on_host.copy_(on_device, non_blocking=True)
         return on_host
 
@@ -215,6 +249,57 @@ class Launched:
             return True
 
 
+class Report:
+    """What a step brings to the host, as one row of words.
+
+    ``[2 R + S + ...]`` int64: ids of the R rows that sample, whether each of them failed, how many of
+    each request's hidden states are not finite, then log probabilities of tokens and of prompts.
+
+    Args:
+        batch: the step, padded.
+        words: the report.
+    """
+
+    def __init__(self, batch: Batch, words: Tensor) -> None:
+        self._batch = batch
+        self._num_top = wanted_rows(batch)[1]
+        self._num_score_top = max((scored.num_top for scored in batch.scored), default=0)
+        num_sampling, num_wanted = len(batch.sampling_ids), len(batch.num_logprobs)
+        sizes = [num_sampling, num_sampling, batch.attention.context_lens.shape[0]]
+        sizes.append(logprobs.num_words(num_wanted, self._num_top))
+        sizes.append(logprobs.num_words(batch.score_rows.shape[0], self._num_score_top))
+        ends = list(itertools.accumulate(sizes))
+        self._parts = [words[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+
+    def token_ids(self) -> list[int]:
+        """Of the rows that sample."""
+        return self._parts[0].tolist()
+
+    def failed(self) -> list[int]:
+        """Whether each of these failed."""
+        return self._parts[1].tolist()
+
+    def broken(self) -> list[int]:
+        """How many of each request's hidden states are not finite."""
+        return self._parts[2].tolist()
+
+    def logprobs(self, token_ids: list[int]) -> dict[RequestId, PositionLogProbs]:
+        """Of the sampled tokens, for who wants them."""
+        num_rows = len(self._batch.num_logprobs)
+        if not num_rows:
+            return {}
+        found = logprobs.from_words(self._parts[3], num_rows, self._num_top)
+        return logprobs.sampled_logprobs(self._batch, token_ids, found)
+
+    def prompt_logprobs(self) -> dict[RequestId, PromptLogProbs]:
+        """Of the prompts that are scored."""
+        num_rows = self._batch.score_rows.shape[0]
+        if not num_rows:
+            return {}
+        found = logprobs.from_words(self._parts[4], num_rows, self._num_score_top)
+        return logprobs.prompt_logprobs(self._batch, found)
+
+
 class HostWords:
     """A buffer on the host that stays where it is unless it must grow.
 
@@ -235,16 +320,40 @@ class HostWords:
 
 def first_rows(sampling: SamplingInputs, count: int) -> SamplingInputs:
     """The first ``count`` rows; banned pairs are for them already."""
-    return SamplingInputs(
+    return dataclasses.replace(
+        sampling,
         temperature=sampling.temperature[:count],
         top_k=sampling.top_k[:count],
         top_p=sampling.top_p[:count],
         min_p=sampling.min_p[:count],
         seed=sampling.seed[:count],
         output_index=sampling.output_index[:count],
-        banned_rows=sampling.banned_rows,
-        banned_ids=sampling.banned_ids,
     )
+
+
+def with_rest(packed: SamplingInputs, own: SamplingInputs) -> SamplingInputs:
+    """``packed``, on a device, with what of ``own``, on the CPU, is not packed. Waits for nothing."""
+    device = packed.temperature.device
+    if own.adjustments is None and own.allowed is None and own.typical_p is None:
+        return packed
+
+    def all_moved(part: Any) -> Any:
+        if part is None:
+            return None
+        columns = {each.name: moved(getattr(part, each.name), device) for each in dataclasses.fields(part)}
+        return type(part)(**columns)
+
+    return dataclasses.replace(
+        packed,
+        adjustments=all_moved(own.adjustments),
+        allowed=all_moved(own.allowed),
+        typical_p=None if own.typical_p is None else moved(own.typical_p, device),
+    )
+
+
+def moved(values: Tensor, device: torch.device) -> Tensor:
+    """On the device, which reads them from pinned memory when it comes to it."""
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def _power_of_two(count: int) -> int:

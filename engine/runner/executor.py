@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.models.decoder import Decoder
 from engine.runner.batch import build_batch
 from engine.runner.graphs import DecodeGraphs, GraphBackend, StepOutputs
+from engine.runner.logprobs import score
 from engine.runner.packing import (
     StepInputs,
     StepShape,
@@ -21,6 +22,7 @@ from engine.runner.packing import (
 )
 from engine.runner.torch_runner import warm_up_plan
 from kernels import ops
+from kernels.ops import LogProbs
 from kv.pool import KvPool
 
 
@@ -108,10 +110,19 @@ class StepExecutor:
         token_ids = resolved(inputs.token_ids, self.last_ids)
         hidden = self._decoder.forward(token_ids, inputs.attention, self.pool.keys, self.pool.values)
         broken = count_broken(hidden, inputs.attention.query_start)
+        scores: LogProbs | None = None
+        if inputs.score_rows.shape[0]:
+            scores = score(
+                inputs.score_rows,
+                inputs.score_ids,
+                inputs.num_score_top,
+                lambda rows: self._decoder.logits(hidden, rows),
+                is_first=self._is_first,
+            )
         if not inputs.sample_rows.shape[0]:
-            return StepOutputs(broken, None)
+            return StepOutputs(broken, None, scores)
         logits = self._decoder.logits(hidden, inputs.sample_rows)
-        return StepOutputs(broken, logits if self._is_first else None)
+        return StepOutputs(broken, logits if self._is_first else None, scores)
 
     def _padding(self, shape: StepShape) -> Tensor:
         """The words of a decode of nothing but padding."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.runner.packing import StepInputs, StepShape, num_fixed_words, num_words, unpack
+from kernels.ops import LogProbs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,10 +24,12 @@ class StepOutputs:
     Attributes:
         broken: ``[S]`` int64, how many of each request's tokens have hidden states that are not finite.
         logits: ``[R, vocab]`` float32; None on ranks other than 0, and where nothing samples.
+        scores: of the N tokens of prompts that are scored; None on ranks other than 0, and without any.
     """
 
     broken: Tensor
     logits: Tensor | None
+    scores: LogProbs | None = None
 
 
 #: Computes a step on what its inputs hold at that time.

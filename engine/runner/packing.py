@@ -6,6 +6,7 @@ which works wherever the words are.
 """
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -34,6 +35,8 @@ class StepShape(NamedTuple):
         num_sampling: R.
         num_banned: banned pairs of row and id.
         table_width: entries of a row of the block tables.
+        num_scored: N, tokens of prompts that are scored.
+        num_score_top: how many of the likeliest come with each of these.
     """
 
     num_tokens: int
@@ -41,6 +44,8 @@ class StepShape(NamedTuple):
     num_sampling: int
     num_banned: int
     table_width: int
+    num_scored: int = 0
+    num_score_top: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,22 +56,29 @@ class StepInputs:
         token_ids: ``[T]`` int64.
         attention: where the tokens are.
         sample_rows: ``[R]`` int64, the token whose logits each row samples from.
-        sampling: how.
+        sampling: how, but for what is not packed: adjustments, allowed ids, masses of typical sampling.
+            They are for the rank that samples, and seldom there.
+        score_rows: ``[N]`` int64, the token whose logits score each of ``score_ids``.
+        score_ids: ``[N]`` int64.
+        num_score_top: how many of the likeliest come with each of them.
     """
 
     token_ids: Tensor
     attention: AttentionInputs
     sample_rows: Tensor
     sampling: SamplingInputs
+    score_rows: Tensor
+    score_ids: Tensor
+    num_score_top: int
 
 
 def sections(shape: StepShape) -> dict[str, range]:
     """Places of the words, by name.
 
-    Invariant: those of everything but ``banned_rows``, ``banned_ids`` and ``block_tables`` are the
+    Invariant: those before ``banned_rows`` are the
     same for all shapes with the same T, S and R, so that a graph finds them where it was captured.
     """
-    tokens, requests, sampling, banned, width = shape
+    tokens, requests, sampling, banned, width, scored, _ = shape
     counts = {
         "token_ids": tokens,
         "positions": tokens,
@@ -82,6 +94,8 @@ def sections(shape: StepShape) -> dict[str, range]:
         "output_index": sampling,
         "banned_rows": banned,
         "banned_ids": banned,
+        "score_rows": scored,
+        "score_ids": scored,
         "block_tables": requests * width,
     }
     places, begin = {}, 0
@@ -110,6 +124,8 @@ def shape_of(batch: Batch) -> StepShape:
         num_sampling=batch.sample_rows.shape[0],
         num_banned=batch.sampling.banned_ids.shape[0],
         table_width=-(-width // ALIGN_TABLE) * ALIGN_TABLE,
+        num_scored=batch.score_rows.shape[0],
+        num_score_top=max((scored.num_top for scored in batch.scored), default=0),
     )
 
 
@@ -120,7 +136,6 @@ def pack(batch: Batch, words: Tensor) -> None:
     """
     places = sections(shape_of(batch))
     attention, sampling = batch.attention, batch.sampling
-    assert sampling.adjustments is None, "no request can ask for any yet, so they have no place here"
     for name, values in {
         "token_ids": batch.token_ids,
         "positions": attention.positions,
@@ -136,6 +151,8 @@ def pack(batch: Batch, words: Tensor) -> None:
         "output_index": sampling.output_index,
         "banned_rows": sampling.banned_rows,
         "banned_ids": sampling.banned_ids,
+        "score_rows": batch.score_rows,
+        "score_ids": batch.score_ids,
     }.items():
         place = places[name]
         words[place.start : place.stop] = values.view(torch.int64)
@@ -173,6 +190,9 @@ def unpack(shape: StepShape, words: Tensor) -> StepInputs:
             banned_rows=take("banned_rows"),
             banned_ids=take("banned_ids"),
         ),
+        score_rows=take("score_rows"),
+        score_ids=take("score_ids"),
+        num_score_top=shape.num_score_top,
     )
 
 
@@ -199,7 +219,8 @@ def padded(batch: Batch, num_requests: int, scratch_block: int, block_size: int)
     """A decode batch with rows added, which write into a block that is nobody's and read that one token.
 
     The rows sample greedily, each on its own, so that what they choose is known to mean nothing:
-    only the first ``len(batch.request_ids)`` results are anybody's.
+    only the first ``len(batch.request_ids)`` results are anybody's. What is not packed of ``sampling`` is
+    left out.
 
     Args:
         batch: one token for each request, and all of them sample.
@@ -218,8 +239,8 @@ def padded(batch: Batch, num_requests: int, scratch_block: int, block_size: int)
         return F.pad(values, (0, missing), value=value)
 
     rows = torch.arange(num_requests + 1)
-    return Batch(
-        request_ids=batch.request_ids,
+    return dataclasses.replace(
+        batch,
         token_ids=pad(batch.token_ids),
         attention=AttentionInputs(
             positions=pad(own.positions),
@@ -228,7 +249,6 @@ def padded(batch: Batch, num_requests: int, scratch_block: int, block_size: int)
             query_start=rows,
             context_lens=pad(own.context_lens, 1),
         ),
-        sampling_ids=batch.sampling_ids,
         sample_rows=rows[:-1],
         sampling=SamplingInputs(
             temperature=pad(sampling.temperature),

@@ -9,13 +9,14 @@ import contextlib
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import structlog
 
 from engine.errors import InternalError, VorrangError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
 from engine.runner.channel import RESULT, Message, PackedError, unpack_error
@@ -26,6 +27,7 @@ from engine.scheduler.plan import Plan, StepResult
 
 #: A restart may take so many times as long as the first start, and at least so many seconds.
 PATIENCE, RESTART_S_MIN = 10, 30.0
+_NOTHING: Mapping[RequestId, Any] = {}
 
 log = structlog.get_logger("vorrang.runner")
 
@@ -178,7 +180,7 @@ class ProcessRunner:
             return  # whoever wanted it was cancelled
         self._num_in_a_row = 0
         if kind == RESULT:
-            step.result.set_result(_result(step.plan, message[2], message[3]))
+            step.result.set_result(_result(step.plan, *message[2:]))
         else:
             step.result.set_exception(unpack_error(message[2]))
 
@@ -249,10 +251,18 @@ class ProcessRunner:
         return RunnerLost(death.cause, from_outside=death.from_outside, recovery=self._recovery)
 
 
-def _result(plan: Plan, sampled: list[int | None], failures: dict[RequestId, PackedError]) -> StepResult:
+def _result(
+    plan: Plan,
+    sampled: list[int | None],
+    failures: dict[RequestId, PackedError],
+    logprobs: Mapping[RequestId, PositionLogProbs] = _NOTHING,
+    prompt_logprobs: Mapping[RequestId, PromptLogProbs] = _NOTHING,
+    after_drafts: Mapping[RequestId, Sequence[int]] = _NOTHING,
+) -> StepResult:
     ids = [grant.request_id for grant in plan.grants if grant.output_index is not None]
     tokens = {i: token_id for i, token_id in zip(ids, sampled, strict=True) if token_id is not None}
-    return StepResult(tokens, {request_id: _failure(packed) for request_id, packed in failures.items()})
+    failed = {request_id: _failure(packed) for request_id, packed in failures.items()}
+    return StepResult(tokens, failed, logprobs, prompt_logprobs, after_drafts)
 
 
 def _failure(packed: PackedError) -> VorrangError:

@@ -11,7 +11,8 @@ import asyncio
 import codecs
 from collections.abc import Mapping, Sequence
 
-from engine.errors import InternalError
+from engine.errors import InternalError, VorrangError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -40,8 +41,17 @@ def expected_output(prompt_token_ids: Sequence[int], num_tokens: int, seed: int 
     return token_ids[len(prompt_token_ids) :]
 
 
+def scripted_logprobs(token_id: int, num_top: int) -> PositionLogProbs:
+    """What the scripted model says of a token: -0.5; the ids after it are the next likeliest, 1 apart."""
+    top_ids = tuple((token_id + place) % VOCAB_SIZE for place in range(num_top))
+    return PositionLogProbs(token_id, -0.5, top_ids, tuple(-0.5 - place for place in range(num_top)))
+
+
 class ScriptedRunner:
     """A ``Runner`` whose model is ``next_token`` (greedy), or ``next_token`` + seed (temperature > 0).
+
+    Of sampling parameters it knows ``seed``, ``logprobs`` and ``prompt_logprobs``; what would change
+    logits means nothing where there are none.
 
     Args:
         num_blocks: size of the pool.
@@ -110,10 +120,28 @@ class ScriptedRunner:
         before, self._sampled = self._sampled, {}
         for grant in plan.grants:
             self._write(grant, before)
-        found = {g.request_id: self._sample(g) for g in plan.grants if g.output_index is not None}
-        self._sampled = {i: token_id for i, token_id in found.items() if token_id is not None}
-        failed = found.keys() - self._sampled.keys()
-        return StepResult(self._sampled, {i: InternalError("unwritten-slot") for i in failed})
+        found: dict[RequestId, list[int]] = {}
+        failures: dict[RequestId, VorrangError] = {}
+        for grant in plan.grants:
+            if grant.output_index is None:
+                continue
+            said = [self._sample(grant, grant.num_drafts - i) for i in range(grant.num_drafts + 1)]
+            if None in said:
+                failures[grant.request_id] = InternalError("unwritten-slot")
+            else:
+                found[grant.request_id] = [token_id for token_id in said if token_id is not None]
+        self._sampled = {i: said[0] for i, said in found.items()}
+        return StepResult(
+            self._sampled,
+            failures,
+            {
+                grant.request_id: scripted_logprobs(self._sampled[grant.request_id], grant.sampling.logprobs)
+                for grant in plan.grants
+                if grant.sampling.logprobs is not None and grant.request_id in self._sampled
+            },
+            {scored.request_id: scored for grant in plan.grants if (scored := _scored(grant)) is not None},
+            {i: said[1:] for i, said in found.items() if len(said) > 1},
+        )
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -126,13 +154,23 @@ class ScriptedRunner:
         for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id
 
-    def _sample(self, grant: Grant) -> int | None:
-        num_tokens = grant.start + grant.num_tokens
+    def _sample(self, grant: Grant, num_later: int) -> int | None:
+        """What follows the granted tokens but the last ``num_later``; None: a slot was never written."""
+        num_tokens = grant.start + grant.num_tokens - num_later
         read = [self._slots[self._slot(grant.block_table, position)] for position in range(num_tokens)]
         token_ids = [token_id for token_id in read if token_id is not None]
         if len(token_ids) < num_tokens:
             return None
         return next_token(token_ids, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
+
+
+def _scored(grant: Grant) -> PromptLogProbs | None:
+    request, num_top, first = grant.request, grant.sampling.prompt_logprobs, grant.start + 1
+    if num_top is None or first >= request.num_prompt_tokens:
+        return None
+    end = min(first + grant.num_tokens, request.num_prompt_tokens)
+    positions = [scripted_logprobs(token_id, num_top) for token_id in request.token_ids[first:end]]
+    return PromptLogProbs(grant.request_id, first, tuple(positions))
 
 
 class ScriptedTokenizer:
@@ -143,6 +181,10 @@ class ScriptedTokenizer:
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
         return list(text.encode())
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return self.encode(text)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""

@@ -8,6 +8,7 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 
+from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
 from engine.scheduler.plan import Plan, StepResult
 from engine.sim.profiles import HardwareProfile, StepSize
@@ -87,13 +88,17 @@ class SimulatedRunner:
 
     def run(self, plan: Plan) -> StepResult:
         """The plan's outcome, without its cost."""
-        return StepResult(
-            {
-                grant.request_id: output_token(grant.request_id, grant.output_index)
-                for grant in plan.grants
-                if grant.output_index is not None
-            }
-        )
+        sampled: dict[RequestId, int] = {}
+        after_drafts: dict[RequestId, list[int]] = {}
+        for grant in plan.grants:
+            if (first := grant.output_index) is None:
+                continue
+            sampled[grant.request_id] = output_token(grant.request_id, first)
+            if grant.num_drafts:
+                after_drafts[grant.request_id] = [
+                    output_token(grant.request_id, first + 1 + i) for i in range(grant.num_drafts)
+                ]
+        return StepResult(sampled, after_drafts=after_drafts)
 
 
 class SimulatedTokenizer:
@@ -104,6 +109,10 @@ class SimulatedTokenizer:
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
         return list(text.encode())
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Bytes of the text."""
+        return self.encode(text)
 
     def encode_chat(
         self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from engine.errors import InternalError, VorrangError
+from engine.events import PositionLogProbs, PromptLogProbs
 from engine.models.decoder import StepDecoder
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
+from engine.runner.logprobs import prompt_logprobs, sampled_logprobs, score, wanted_rows
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan, StepResult
 from kernels import ops
@@ -93,15 +95,33 @@ class TorchModel:
         if bool(broken.any()):
             failed_ids = _owners(broken, batch)
             fail_alone(plan, failed_ids, "hidden states are not finite or ids are unknown", failures)
+        failures.update(batch.dead_ends)
+        prompts: dict[RequestId, PromptLogProbs] = {}
+        if batch.scored:
+            num_top = max(scored.num_top for scored in batch.scored)
+            found = score(
+                batch.score_rows,
+                batch.score_ids,
+                num_top,
+                lambda rows: self._decoder.logits(hidden, rows),
+            )
+            assert found is not None
+            prompts = prompt_logprobs(batch, found)
         if not batch.sampling_ids:
-            return StepResult({}, failures)
+            return StepResult({}, failures, prompt_logprobs=prompts)
         logits = self._decoder.logits(hidden, batch.sample_rows)
+        wanted, num_top = wanted_rows(batch)
+        kept = logits[wanted] if wanted else None  # sampling overwrites them
         chosen = ops.sample(logits, batch.sampling)
         if bool(chosen.failed.any()):
-            rows = chosen.failed.nonzero().flatten().tolist()
-            fail_alone(plan, [batch.sampling_ids[row] for row in rows], "no finite logits", failures)
-        sampled = dict(zip(batch.sampling_ids, chosen.token_ids.tolist(), strict=True))
-        return StepResult({key: token for key, token in sampled.items() if key not in failures}, failures)
+            lost = chosen.failed.nonzero().flatten().tolist()
+            fail_alone(plan, [batch.sampling_ids[row] for row in lost], "no finite logits", failures)
+        sampled_ids: list[int] = chosen.token_ids.tolist()
+        logprobs: dict[RequestId, PositionLogProbs] = {}
+        if kept is not None:
+            found = ops.log_probs(kept, chosen.token_ids[wanted], num_top)
+            logprobs = sampled_logprobs(batch, sampled_ids, found)
+        return batch.result(sampled_ids, failures, logprobs, prompts)
 
 
 def fail_alone(

@@ -78,7 +78,7 @@ class Admission:
         if request.is_ending:
             return Gate.IN_FLIGHT
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
-        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        hit = self._hit(request)
         if (
             hit is not None
             and not from_reserve
@@ -117,6 +117,8 @@ class Admission:
         That prefill inherits the request's urgency until the shared blocks are done: it
         is granted them now, and is not evicted for anybody less urgent.
         """
+        if not request.is_scored:
+            return False  # it computes its prompt itself
         found = self._blocks.being_computed(request, hit)
         if found is None:
             return False
@@ -124,7 +126,9 @@ class Admission:
         if prefill.status is not RequestStatus.RUNNING:
             return False
         shared_tokens = hit.num_tokens + num_blocks * self._blocks.block_size
-        if shared_tokens - prefill.num_committed_tokens < self._config.prefix_wait_tokens:
+        is_sibling = bool(request.spec.family) and request.spec.family == prefill.spec.family
+        num_least = 1 if is_sibling else self._config.prefix_wait_tokens  # siblings share it, however short
+        if shared_tokens - prefill.num_committed_tokens < num_least:
             return False  # what is in flight can't be found yet, so it is waited for like the rest
         inherited = self._state.inherited
         urgency = min(self._policy.urgency(request), inherited.get(prefill, self._policy.urgency(prefill)))
@@ -134,9 +138,15 @@ class Admission:
             self._draft.grant_chunk(prefill, self._config.max_chunk_tokens, num_missing)
         return True
 
+    def _hit(self, request: Request) -> PrefixHit | None:
+        """Its prefix in the cache, as far as it may be used; None when it holds its blocks already."""
+        if self._blocks.holds(request.request_id):
+            return None
+        return self._blocks.match(request, request.num_cacheable_tokens)
+
     def num_blocks_for_starved(self, request: Request) -> int:
         """Free blocks that admitting a starved request would consume."""
-        hit = None if self._blocks.holds(request.request_id) else self._blocks.match(request)
+        hit = self._hit(request)
         return self._num_blocks_needed(request, hit, self._num_tokens_to_hold(request, holds_all=True))
 
     def num_blocks_at_longest(self, request: Request) -> int:

@@ -60,6 +60,7 @@ class UncommittedPlans:
         if self._last is None:
             return
         assert self._before is None or not _holders(self._before), "more than one step is in flight"
+        assert not any(grant.num_drafts for grant in self._last.grants), "how far drafts get is not known"
         state.look_ahead(cast("tuple[tuple[Request, int, int, object, int | None], ...]", self._last.grants))
         self._before, self._last = self._last, None
 
@@ -86,6 +87,8 @@ class UncommittedPlans:
         for request in _holders(self._before) if self._before is not None else ():
             assert request.num_tokens_in_flight == 0
             request.num_outputs_in_flight = 0
+        for grant in self._last.grants if self._last is not None else ():
+            _request(grant).draft_token_ids = ()
         self._last = self._before = None
 
     def check_integrity(self, state: SchedulerState) -> None:

@@ -8,11 +8,16 @@ from engine.request import FinishReason, RequestId
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """End a request with its output so far: the client cancelled, a stop string appeared, time ran out."""
+    """End a request with its output so far: the client cancelled, a stop string appeared, time ran out.
+
+    Attributes:
+        num_output_tokens: the output's length, where its end was not in its last token; None = all of it.
+    """
 
     request_id: RequestId
     reason: FinishReason = FinishReason.CANCELLED
     stop_string: str | None = None
+    num_output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,17 @@ class Unpark:
 
 
 @dataclass(frozen=True, slots=True)
+class Allow:
+    """Say how long a request's output may become for now; who waits for more is parked, not held by this.
+
+    It bounds what is guessed: a step that brings several tokens must not exceed what a client is ready for.
+    """
+
+    request_id: RequestId
+    num_output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LoseKv:
     """All KV is lost: the runner died, or a step raised and nobody knows what it has written.
 
@@ -70,4 +86,4 @@ class LoseKv:
     error: VorrangError
 
 
-Command = Finish | Fail | SetLevel | Preempt | Park | Unpark | LoseKv
+Command = Finish | Fail | SetLevel | Preempt | Park | Unpark | Allow | LoseKv

@@ -76,6 +76,9 @@ class SchedulerConfig:
         prefix_wait_tokens: tokens of a prefix that somebody computes right now and that are worth
             waiting for. A step's fixed cost in tokens; 160 to 370 for an 8B model on today's cards.
         max_bypass: admissions of others that may pass a request that does not fit.
+        speculation_tokens: most tokens of a request that are guessed and verified in one step; 0 = none.
+            Not together with plans that are made ahead.
+        speculation_max_running: guess only while at most so many decode; a batch fills the step by itself.
         starved_share: share of seats, blocks and prefill tokens kept for starved requests; at least
             one request's.
         interactive, standard, batch: rules by class.
@@ -106,6 +109,8 @@ class SchedulerConfig:
     max_preemptions_per_step: int = 8
     prefix_wait_tokens: int = 256
     max_bypass: int = 32
+    speculation_tokens: int = 0
+    speculation_max_running: int = 8
     starved_share: float = 0.1
     interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
     standard: ClassConfig = ClassConfig(120.0, 0.02, ttft_target_s=10.0, tpot_target_s=0.2)
@@ -124,6 +129,8 @@ class SchedulerConfig:
             "resume_quantum_tokens": 0,
             "prefix_wait_tokens": 1,
             "max_bypass": 0,
+            "speculation_tokens": 0,
+            "speculation_max_running": 1,
             "max_context_tokens": 2,
         }
         del at_least["prefill_first_max_decode_gap_ms"]

@@ -28,6 +28,7 @@ class StepDraft:
         now: when it is planned, in seconds of the caller's clock.
         budget_tokens: tokens that may still be granted.
         decodes: requests that decode: a token each, before all other grants.
+        num_drafts: tokens guessed and granted beyond that (``engine.scheduler.speculation``).
         granted: tokens by request, in order of the grants, decodes aside.
         events: what was decided, in order.
         gate: what kept the first request out that could not be admitted; None when nothing waits.
@@ -40,6 +41,7 @@ class StepDraft:
         self.now = now
         self.budget_tokens = budget_tokens
         self.decodes: list[Request] = []
+        self.num_drafts = 0
         self.granted: dict[Request, int] = {}
         self.events: list[SchedulerEvent] = []
         self.gate: Gate | None = None
@@ -63,6 +65,13 @@ class StepDraft:
         assert len(requests) <= self.budget_tokens
         self.decodes = requests.copy()
         self.budget_tokens -= len(requests)
+
+    def add_drafts(self, request: Request, token_ids: list[int]) -> None:
+        """Let a request that decodes compute guesses behind its own token; once, when all else is granted."""
+        assert 0 < len(token_ids) <= self.budget_tokens
+        request.draft_token_ids = token_ids
+        self.num_drafts += len(token_ids)
+        self.budget_tokens -= len(token_ids)
 
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
         """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""

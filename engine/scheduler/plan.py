@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from engine.errors import VorrangError
-from engine.events import SchedulerEvent
+from engine.events import PositionLogProbs, PromptLogProbs, SchedulerEvent
 from engine.request import RequestId
 from engine.sampling import SamplingParams
 from engine.scheduler.draft import Gate
@@ -18,9 +18,13 @@ class Granted(Protocol):
 
     Attributes:
         token_ids: prompt + output, append-only; it alone may get a token meanwhile, from the step before.
+        draft_token_ids: guesses of what comes after them, granted in this step; empty but for decodes.
+        num_prompt_tokens: how many of them are the prompt's.
     """
 
     token_ids: list[int]
+    draft_token_ids: Sequence[int]
+    num_prompt_tokens: int
 
     @property
     def request_id(self) -> RequestId:
@@ -60,6 +64,10 @@ class Grant(NamedTuple):
         output_index: index of the output token to sample after the last granted
             token, or None when known tokens remain to be computed (mid-prefill).
 
+    The last granted tokens may be drafts (``num_drafts``), of a decode and where no plan is
+    made ahead. Then ``output_index`` is that of the token to sample before the first draft,
+    and one more is to be sampled after each: they are ``StepResult.after_drafts``.
+
     A plan that is made while the step before is computed may grant a token that nobody
     knows yet: the last one, which that step samples for the same request
     (``has_unknown_token``). Whoever computes both takes it from its own sample.
@@ -79,12 +87,18 @@ class Grant(NamedTuple):
     @property
     def token_ids(self) -> Sequence[int]:
         """Ids to compute, at positions ``start ..``; the last one is missing while it is unknown."""
-        return self.request.token_ids[self.start : self.start + self.num_tokens]
+        known = self.request.token_ids[self.start : self.start + self.num_tokens]
+        return known + list(self.request.draft_token_ids) if self.num_drafts else known
 
     @property
     def has_unknown_token(self) -> bool:
         """Whether the last id is still being sampled, by the step before."""
-        return self.start + self.num_tokens > len(self.request.token_ids)
+        return self.start + self.num_tokens - self.num_drafts > len(self.request.token_ids)
+
+    @property
+    def num_drafts(self) -> int:
+        """How many of the tokens are guesses."""
+        return len(self.request.draft_token_ids)
 
     @property
     def sampling(self) -> SamplingParams:
@@ -94,7 +108,11 @@ class Grant(NamedTuple):
     @property
     def banned_token_ids(self) -> frozenset[int]:
         """Ids that must not be sampled: those that would end the output before ``min_tokens``."""
-        if self.output_index is None or self.output_index >= self.request.sampling.min_tokens:
+        return _NOTHING if self.output_index is None else self.banned_at(self.output_index)
+
+    def banned_at(self, output_index: int) -> frozenset[int]:
+        """Those that must not be the output token of that index."""
+        if output_index >= self.request.sampling.min_tokens:
             return _NOTHING
         return self.request.ending_token_ids
 
@@ -133,7 +151,13 @@ class StepResult:
     Attributes:
         sampled: one token id per grant that has an ``output_index``.
         failures: requests whose own computation failed (such as NaN logits); they fail alone.
+        logprobs: of the sampled tokens, for who asked for them.
+        prompt_logprobs: of the prompt's tokens that the computed ones score, likewise.
+        after_drafts: for each grant with drafts, what was sampled after each of them.
     """
 
     sampled: Mapping[RequestId, int]
     failures: Mapping[RequestId, VorrangError] = field(default_factory=dict)
+    logprobs: Mapping[RequestId, PositionLogProbs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, PromptLogProbs] = field(default_factory=dict)
+    after_drafts: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)

@@ -16,7 +16,7 @@ from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.scheduler.ahead import UncommittedPlans
-from engine.scheduler.commands import Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Allow, Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
@@ -24,6 +24,7 @@ from engine.scheduler.draft import StepDraft
 from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Grant, Plan, StepResult
 from engine.scheduler.quarantine import Quarantine
+from engine.scheduler.speculation import Speculation, verified
 from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
 
@@ -57,6 +58,7 @@ class Scheduler:
         self._discipline = new_discipline(config)
         self._deadlines = Deadlines()
         self._quarantine = Quarantine()
+        self._speculation = Speculation(config)
         self._uncommitted = UncommittedPlans()
         self._num_arrivals = 0
         self._step = 0
@@ -185,8 +187,11 @@ class Scheduler:
         if request is None:
             return []
         match command:
-            case Finish(reason=reason, stop_string=stop_string):
-                return [self._state.finish(request, reason, now, stop_string=stop_string)]
+            case Finish(reason=reason, stop_string=stop_string, num_output_tokens=length):
+                finished = self._state.finish(
+                    request, reason, now, stop_string=stop_string, num_output_tokens=length
+                )
+                return [finished]
             case Fail(error=error):
                 return [self._state.fail(request, error, now)]
             case SetLevel(level=level):
@@ -199,6 +204,9 @@ class Scheduler:
             case Park():
                 if request.status is not RequestStatus.PARKED:
                     self._state.park(request, now)
+                return []
+            case Allow(num_output_tokens=num_output_tokens):
+                request.num_outputs_allowed = num_output_tokens
                 return []
             case Unpark():
                 if request.status is RequestStatus.PARKED:
@@ -233,6 +241,7 @@ class Scheduler:
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))
         if not (self._quarantine and self._quarantine.fill(self._state, draft)):
             self._discipline.fill(self._state, draft)
+            self._speculation.fill(self._state, draft)
         plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
         self._uncommitted.planned(plan)
         return plan
@@ -249,7 +258,10 @@ class Scheduler:
         is_late = self._uncommitted.land(plan)
         booked = _Booked(self._fail_rows(plan, result, now))
         book = self._book_late if is_late else self._book
-        book(cast("Sequence[_Fields]", plan.grants), result.sampled, now, booked)
+        grants = cast("Sequence[_Fields]", plan.grants)
+        if result.after_drafts:
+            grants = self._book_drafts(grants, result, now, booked)
+        book(grants, result.sampled, now, booked)
         self.policy.produced(booked.producers)
         if self._quarantine:
             self._quarantine.release(plan, self._state)
@@ -282,9 +294,47 @@ class Scheduler:
                 if num_computed + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
                     booked.ended.append(request)
             if num_tokens > 1 or not output_index:
+                if request.num_scored_tokens is not None:
+                    _score(request, num_computed)
                 state.prefilled(request)
             elif not num_computed % block_size:
                 state.filled_block(request)
+
+    def _book_drafts(
+        self, grants: Sequence[_Fields], result: StepResult, now: float, booked: _Booked
+    ) -> list[_Fields]:
+        """What was granted with drafts: the tokens that are the model's own.
+
+        Returns:
+            The grants that are not booked yet. Of who lost its seat meanwhile the drafts are forgotten.
+        """
+        others: list[_Fields] = []
+        for grant in grants:
+            request, start, _, table, output_index = grant
+            drafts, request.draft_token_ids = request.draft_token_ids, ()
+            if not drafts or output_index is None:
+                others.append(grant)
+                continue
+            if request.status is not RequestStatus.RUNNING:
+                others.append((request, start, 1, table, output_index))
+                continue
+            request_id = request.request_id
+            said = verified(drafts, result.sampled[request_id], result.after_drafts[request_id])
+            request.num_drafted_tokens += len(drafts)
+            request.num_accepted_tokens += len(said) - 1
+            self._speculation.learned(request, len(drafts), len(said) - 1)
+            for place, token_id in enumerate(said, start=1):
+                if start + place + 1 >= request.num_tokens_max or token_id in request.ending_token_ids:
+                    del said[place:]
+                    booked.ended.append(request)
+                    break
+            request.num_computed_tokens = start + len(said)
+            request.token_ids.extend(said)
+            if self.policy.charges_outputs:
+                booked.producers.extend([request] * len(said))
+            booked.events.append(TokensSampled(request_id, output_index, tuple(said)))
+            self._state.filled_block(request)
+        return others
 
     def _book_late(
         self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
@@ -294,6 +344,8 @@ class Scheduler:
         for request, start, num_tokens, table, output_index in grants:
             if request.status is finished:
                 continue  # computed in vain
+            if request.num_scored_tokens is not None:
+                _score(request, start + num_tokens)
             if request.num_tokens_in_flight and table is request.block_table:
                 request.num_tokens_in_flight = 0
                 if num_tokens > 1 or not output_index:
@@ -332,11 +384,14 @@ class Scheduler:
     def _grants(draft: StepDraft) -> tuple[Grant, ...]:
         grants: list[Grant] = []
         now = draft.now
+        num_tokens = 1
         for request in draft.decodes:
             request.idle_since = now
             start = request.num_computed_tokens
             output_index = start + 1 - request.num_prompt_tokens
-            grants.append(_new_tuple(Grant, (request, start, 1, request.block_table, output_index)))
+            if draft.num_drafts:
+                num_tokens = 1 + len(request.draft_token_ids)
+            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, output_index)))
         for request, num_tokens in draft.granted.items():
             request.idle_since = now
             start = request.num_computed_tokens
@@ -360,3 +415,10 @@ class Scheduler:
         if request.num_tokens >= request.num_tokens_max:
             return [self._state.finish(request, FinishReason.CAPACITY, now)]
         return []
+
+
+def _score(request: Request, num_computed_tokens: int) -> None:
+    """What was computed has told how likely the tokens after it were."""
+    assert request.num_scored_tokens is not None
+    num_scored = min(num_computed_tokens, request.num_prompt_tokens - 1)
+    request.num_scored_tokens = max(request.num_scored_tokens, num_scored)

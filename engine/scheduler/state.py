@@ -198,10 +198,13 @@ class SchedulerState:
         *,
         stop_token_id: int | None = None,
         stop_string: str | None = None,
+        num_output_tokens: int | None = None,
     ) -> Finished:
-        """A request ends with its output."""
+        """A request ends with its output, or with the first ``num_output_tokens`` of it."""
         if self.blocks.holds(request.request_id):
             self.blocks.confirm(request, request.num_committed_tokens)
+        if num_output_tokens is not None:
+            del request.token_ids[request.num_prompt_tokens + num_output_tokens :]
         self._leave(request, now)
         return Finished(request.request_id, reason, request.usage(), stop_token_id, stop_string)
 

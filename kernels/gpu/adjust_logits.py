@@ -1,9 +1,9 @@
 """Penalties and biases of single logits, in place, before a token is chosen.
 
-For a token that came up in prompt or output: ``x / repetition`` where ``x > 0``,
-else ``x * repetition``. Source: Keskar et al., "CTRL", 2019, section 4.1. Then
-``x - presence - count * frequency`` for one that came up ``count > 0`` times in
-the output (the OpenAI API's definition), then ``x + bias``.
+``x + bias`` first. For a token that came up in prompt or output then ``x /
+repetition`` where ``x > 0``, else ``x * repetition``. Source: Keskar et al.,
+"CTRL", 2019, section 4.1. Then ``x - presence - count * frequency`` for one that
+came up ``count > 0`` times in the output (the OpenAI API's definition).
 
 The pairs of row and id are unique, so no two places of a program, and no two
 programs, write the same logit.
@@ -49,11 +49,11 @@ def adjust_kernel(
     repetition = tl.load(repetition_ptr + row, mask=is_pair, other=1.0)
     presence = tl.load(presence_ptr + row, mask=is_pair, other=0.0)
     frequency = tl.load(frequency_ptr + row, mask=is_pair, other=0.0)
-    logit = tl.load(logits_ptr + place, mask=is_pair, other=0.0)
+    logit = tl.load(logits_ptr + place, mask=is_pair, other=0.0) + bias
     repeated = tl.where(logit > 0, logit / repetition, logit * repetition)
     logit = tl.where(seen | (count > 0), repeated, logit)
     logit = tl.where(count > 0, logit - presence - count.to(tl.float32) * frequency, logit)
-    tl.store(logits_ptr + place, logit + bias, mask=is_pair)
+    tl.store(logits_ptr + place, logit, mask=is_pair)
 
 
 def adjust_logits(logits: Tensor, adjustments: LogitAdjustments) -> None:

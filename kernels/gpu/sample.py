@@ -12,6 +12,10 @@ to search for a threshold instead of sorting: Ye et al., "FlashInfer", 2025,
 and its note "Sorting-Free GPU Kernels for LLM Sampling"; to do it digit by
 digit is radix selection.
 
+Typical sampling looks for the same kind of border, over the distance of
+``d / temperature`` from its mean, once what the other cuts removed is written
+over with minus infinity.
+
 What may differ from the oracle, which computes in float64: masses and
 probabilities here are float32 sums, so an id whose mass ends within some 1e-6 of
 ``top_p`` may fall on the other side; noise is float32, with an error of some
@@ -117,7 +121,9 @@ def _border(
     goal: tl.tensor,
     limit: tl.tensor,
     limit_mass: tl.tensor,
+    mean: tl.tensor,
     MASS: tl.constexpr,
+    TYPICAL: tl.constexpr,
     BLOCK: tl.constexpr,
     UNROLL: tl.constexpr,
 ) -> tl.tuple:
@@ -126,7 +132,8 @@ def _border(
     Ids count one each, or with ``MASS`` their ``exp(-d * sharpness)``, and ``goal`` is a share of all.
     Banned ids, and those past the vocabulary that fill up a block, are infinitely far from the maximum:
     they weigh nothing, come last in a count, and are never the best score.
-    Ids with bits above ``limit`` do not exist; those at it measure ``limit_mass`` together.
+    Ids with bits above ``limit`` do not exist; those at it measure ``limit_mass`` together. With
+    ``TYPICAL`` the bits are those of ``|d * sharpness - mean|`` instead.
 
     Returns:
         The border, what is before it, and the goal as a measure. Where rounding leaves the goal out of
@@ -144,7 +151,7 @@ def _border(
                 token = begin + block * BLOCK + tl.arange(0, BLOCK)
                 logit = tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
                 distance = top - logit
-                bits = _bits_of(distance)
+                bits = _bits_of(tl.abs(distance * sharpness - mean) if TYPICAL else distance)
                 measure = tl.exp(-distance * sharpness) if MASS else tl.full((BLOCK,), 1.0, tl.float32)
                 measure = tl.where(bits < limit, measure, 0.0)
                 sums += tl.where(bits[None, :] <= ends[:, None], measure[None, :], 0.0)
@@ -160,6 +167,49 @@ def _border(
 
 
 @triton.jit
+def _is_kept(
+    distance: tl.tensor,
+    border: tl.tensor,
+    num_ties: tl.tensor,
+    cutoff: tl.tensor,
+    ties_seen: tl.tensor,
+) -> tl.tuple:
+    """Which ids of a block are before the border, the first ``num_ties`` at it included; all ties so far."""
+    bits = _bits_of(distance)
+    tie = (bits == border).to(tl.int32)
+    rank = ties_seen + tl.cumsum(tie, axis=0)
+    kept = (bits < border) | ((tie == 1) & (rank <= num_ties))
+    return kept & (distance <= cutoff), ties_seen + tl.sum(tie, axis=0)
+
+
+@triton.jit
+def _cut(
+    row_ptr: tl.tensor,
+    vocab: tl.tensor,
+    top: tl.tensor,
+    sharpness: tl.tensor,
+    border: tl.tensor,
+    num_ties: tl.tensor,
+    cutoff: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """Minus infinity in the place of all that is not kept; the mean of ``d * sharpness`` of what is."""
+    total = tl.zeros((BLOCK,), tl.float32)
+    moment = tl.zeros((BLOCK,), tl.float32)
+    ties_seen = tl.full((), 0, tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        token = begin + tl.arange(0, BLOCK)
+        distance = top - tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
+        kept, ties_seen = _is_kept(distance, border, num_ties, cutoff, ties_seen)
+        tl.store(row_ptr + token, float("-inf"), mask=(token < vocab) & (kept == 0))
+        weight = tl.where(kept, tl.exp(-distance * sharpness), 0.0)
+        total += weight
+        moment += weight * (tl.where(weight > 0, distance, 0.0) * sharpness)
+    tl.debug_barrier()  # other threads read what these have written
+    return tl.sum(moment, axis=0) / tl.sum(total, axis=0)
+
+
+@triton.jit
 def _draw(
     row_ptr: tl.tensor,
     vocab: tl.tensor,
@@ -168,22 +218,22 @@ def _draw(
     border: tl.tensor,
     num_ties: tl.tensor,
     cutoff: tl.tensor,
+    mean: tl.tensor,
+    typical_border: tl.tensor,
     key: tl.tensor,
+    TYPICAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """The id with the best score of those before the border, the first ``num_ties`` at it included."""
+    """The id with the best score of those that are kept, and typical enough."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_id = tl.full((BLOCK,), NO_ID, tl.int32)
     ties_seen = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
         distance = top - tl.load(row_ptr + token, mask=token < vocab, other=float("-inf"))
-        bits = _bits_of(distance)
-        tie = (bits == border).to(tl.int32)
-        rank = ties_seen + tl.cumsum(tie, axis=0)
-        ties_seen += tl.sum(tie, axis=0)
-        kept = (bits < border) | ((tie == 1) & (rank <= num_ties))
-        kept = kept & (distance <= cutoff)
+        kept, ties_seen = _is_kept(distance, border, num_ties, cutoff, ties_seen)
+        if TYPICAL:
+            kept = kept & (_bits_of(tl.abs(distance * sharpness - mean)) <= typical_border)
         if tl.max(kept.to(tl.int32), axis=0) > 0:
             score = gumbel_noise(key, token) - distance * sharpness
             better = kept & (score > best)
@@ -200,17 +250,22 @@ def sample_kernel(
     top_k_ptr: tl.tensor,
     top_p_ptr: tl.tensor,
     min_p_ptr: tl.tensor,
+    typical_p_ptr: tl.tensor,
     seed_ptr: tl.tensor,
     output_index_ptr: tl.tensor,
     vocab: tl.tensor,
     BANNED: tl.constexpr,
+    TYPICAL: tl.constexpr,
     UNIT: tl.constexpr,
     BLOCK_ARGMAX: tl.constexpr,
     BLOCK_SEARCH: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_DRAW: tl.constexpr,
 ) -> None:
-    """One row. ``vocab`` counts ``UNIT`` logits; with ``BANNED`` minus infinity is no failure."""
+    """One row. ``vocab`` counts ``UNIT`` logits; with ``BANNED`` minus infinity is no failure.
+
+    ``typical_p_ptr`` is read with ``TYPICAL`` alone.
+    """
     vocab = vocab * UNIT
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * vocab
@@ -226,7 +281,7 @@ def sample_kernel(
         if (top_k > 0) & (top_k < vocab):
             goal = top_k.to(tl.float32)
             border, before, goal = _border(
-                row_ptr, vocab, top, sharpness, goal, border, 0.0, False, BLOCK_SEARCH, UNROLL
+                row_ptr, vocab, top, sharpness, goal, border, 0.0, 0.0, False, False, BLOCK_SEARCH, UNROLL
             )
             num_ties = (goal - before).to(tl.int32)
         top_p = tl.load(top_p_ptr + row).to(tl.float32)
@@ -235,7 +290,18 @@ def sample_kernel(
             limit_mass = tl.exp(-limit.to(tl.float32, bitcast=True) * sharpness)
             limit_mass = tl.where(limit_ties > 0, limit_mass * limit_ties.to(tl.float32), 0.0)
             border, before, goal = _border(
-                row_ptr, vocab, top, sharpness, top_p, limit, limit_mass, True, BLOCK_SEARCH, UNROLL
+                row_ptr,
+                vocab,
+                top,
+                sharpness,
+                top_p,
+                limit,
+                limit_mass,
+                0.0,
+                True,
+                False,
+                BLOCK_SEARCH,
+                UNROLL,
             )
             mass = tl.exp(-border.to(tl.float32, bitcast=True) * sharpness)
             # What it takes of equal ids to reach the goal; all of them where they weigh nothing.
@@ -250,8 +316,22 @@ def sample_kernel(
             cutoff = exact.to(tl.float32)
             if cutoff.to(tl.float64) > exact:  # the next smaller float32, for the rounded one lets in more
                 cutoff = (cutoff.to(tl.int32, bitcast=True) - 1).to(tl.float32, bitcast=True)
+        mean = tl.full((), 0.0, tl.float32)
+        typical_border = tl.full((), NO_BORDER, tl.uint32)
+        if TYPICAL:
+            typical_p = tl.load(typical_p_ptr + row).to(tl.float32)
+            if typical_p < 1.0:
+                mean = _cut(row_ptr, vocab, top, sharpness, border, num_ties, cutoff, BLOCK_DRAW)
+                border = tl.full((), NO_BORDER, tl.uint32)
+                typical_border, before, goal = _border(
+                    row_ptr, vocab, top, sharpness, typical_p, border, 0.0, mean, True, True,
+                    BLOCK_SEARCH, UNROLL,
+                )  # fmt: skip
         key = noise_key(tl.load(seed_ptr + row), tl.load(output_index_ptr + row))
-        choice = _draw(row_ptr, vocab, top, sharpness, border, num_ties, cutoff, key, BLOCK_DRAW)
+        choice = _draw(
+            row_ptr, vocab, top, sharpness, border, num_ties, cutoff, mean, typical_border, key, TYPICAL,
+            BLOCK_DRAW,
+        )  # fmt: skip
     # Failed rows name an id that exists, too: it may be looked up before anybody asks.
     tl.store(ids_ptr + row, tl.minimum(choice, vocab - 1).to(tl.int64))
     tl.store(failed_ptr + row, failed)
@@ -261,7 +341,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Choose a token for each row; see ``kernels.ops.sample``. Waits for nothing on a card.
 
     Args:
-        logits: ``[R, vocab]`` float32, contiguous. Overwritten where ids are banned or adjusted.
+        logits: ``[R, vocab]`` float32, contiguous. Overwritten where ids are cut, banned or adjusted.
         inputs: one entry a row, on any device.
 
     Returns:
@@ -277,17 +357,18 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
         return Sampled(ids, failed)
     if inputs.adjustments is not None:
         adjust_logits(logits, inputs.adjustments)
-    banned = inputs.banned_ids.numel() > 0
+    banned = inputs.banned_ids.numel() > 0 or inputs.allowed is not None
     strange = None
     if banned:  # from then on minus infinity means banned, so look for others before
         strange = ~logits.isfinite().all(dim=-1)
-        logits[inputs.banned_rows.to(device), inputs.banned_ids.to(device)] = float("-inf")
+        _restrict(logits, inputs)
     unit = unit_of(vocab)
     columns = (
         inputs.temperature,
         inputs.top_k,
         inputs.top_p,
         inputs.min_p,
+        inputs.min_p if inputs.typical_p is None else inputs.typical_p,
         inputs.seed,
         inputs.output_index,
     )
@@ -298,6 +379,7 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
         *(column.to(device, non_blocking=True) for column in columns),
         vocab // unit,
         BANNED=banned,
+        TYPICAL=inputs.typical_p is not None,
         UNIT=unit,
         BLOCK_ARGMAX=CONFIG.argmax,
         BLOCK_SEARCH=CONFIG.search,
@@ -309,12 +391,30 @@ def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     return Sampled(ids, failed if strange is None else failed | strange)
 
 
+def _restrict(logits: Tensor, inputs: SamplingInputs) -> None:
+    """Minus infinity in the place of ids that may not be chosen; torch's own, waiting for nothing."""
+    device, allowed = logits.device, inputs.allowed
+    if allowed is not None:
+        place = (
+            allowed.rows.to(device, non_blocking=True),
+            allowed.token_ids.to(device, non_blocking=True),
+        )
+        kept = logits[place]
+        logits.index_fill_(0, allowed.restricted_rows.to(device, non_blocking=True), float("-inf"))
+        logits.index_put_(place, kept)
+    if inputs.banned_ids.numel():
+        logits[inputs.banned_rows.to(device), inputs.banned_ids.to(device)] = float("-inf")
+
+
 def aot_entries() -> list[AotEntry]:
-    """With and without bans, in both units."""
-    return [_aot_entry(unit, banned) for unit in UNITS for banned in (False, True)]
+    """With and without bans and typical sampling, in both units."""
+    switches = (False, True)
+    return [
+        _aot_entry(unit, banned, typical) for unit in UNITS for banned in switches for typical in switches
+    ]
 
 
-def _aot_entry(unit: int, banned: bool) -> AotEntry:
+def _aot_entry(unit: int, banned: bool, typical: bool) -> AotEntry:
     pointers = {
         "ids_ptr": "i64",
         "failed_ptr": "i1",
@@ -323,15 +423,17 @@ def _aot_entry(unit: int, banned: bool) -> AotEntry:
         "top_k_ptr": "i64",
         "top_p_ptr": "fp64",
         "min_p_ptr": "fp64",
+        "typical_p_ptr": "fp64",
         "seed_ptr": "i64",
         "output_index_ptr": "i64",
     }
     return AotEntry(
         kernel="kernels.gpu.sample:sample_kernel",
-        case=f"unit {unit}{', banned' if banned else ''}",
+        case=f"unit {unit}{', banned' if banned else ''}{', typical' if typical else ''}",
         arguments=(*((pointer, f"*{name}") for pointer, name in pointers.items()), ("vocab", "i32")),
         constants=(
             ("BANNED", banned),
+            ("TYPICAL", typical),
             ("UNIT", unit),
             ("BLOCK_ARGMAX", CONFIG.argmax),
             ("BLOCK_SEARCH", CONFIG.search),

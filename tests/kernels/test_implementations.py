@@ -182,5 +182,6 @@ def test_penalties_by_hand():
     assert _adjusted(-4.0, in_prompt=True, repetition=2.0) == -8.0
     assert _adjusted(4.0, count=3, repetition=2.0) == 2.0
     assert _adjusted(4.0, count=3, presence=0.5, frequency=0.25) == 4.0 - 0.5 - 0.75
-    assert _adjusted(4.0, count=1, bias=2.0, repetition=2.0, presence=0.5) == 3.5
+    assert _adjusted(4.0, count=1, bias=2.0, repetition=2.0, presence=0.5) == 2.5
+    assert _adjusted(1.0, in_prompt=True, bias=-3.0, repetition=2.0) == -4.0  # the bias comes first
     assert _adjusted(4.0, bias=-1.5) == 2.5

@@ -48,6 +48,8 @@ AT_LEAST = {
     "displaced": 25,
     "refused by a limit": 150,
     "refused as too large": 12,
+    "guessed": 100,
+    "more than one token in a step": 50,
     "replayed": 2,
 }
 

@@ -126,7 +126,8 @@ class Driver:
         displaced = self.scheduler.submit(spec, self.now)
         oracle.check_displaced(self, spec, displaced)
         self.longest = max(self.longest, len(prompt) + max_tokens)
-        self.texts[request_id] = text = text_of(prompt, sampling)
+        repetitive = self.config.speculation_tokens > 0
+        self.texts[request_id] = text = text_of(prompt, sampling, repetitive=repetitive)
         expected = text.token_ids[len(prompt) :]
         self.seen[request_id] = self.seen_alive[request_id] = Seen(
             spec,
@@ -284,11 +285,15 @@ class Driver:
         assert result is not None
         ids = [grant.request_id for grant in plan.grants]
         if failing:
-            result = StepResult(result.sampled, {RequestId(name): error for name, error in failing.items()})
+            failures = {RequestId(name): error for name, error in failing.items()}
+            result = StepResult(result.sampled, failures, result.after_drafts)
             self.runner.fail(i for i in ids if i in result.failures)
         alive = {i for i in ids if i in self.seen_alive}
         idle = {i for i in alive if self.scheduler.find(i).status is not RequestStatus.RUNNING}
         events = self.scheduler.commit(plan, result, self.now + 0.5)
+        for event in events:
+            if isinstance(event, TokensSampled):
+                self.noted["more than one token in a step"] += len(event.token_ids) > 1
         delivered = {e.request_id for e in events if isinstance(e, TokensSampled)}
         sampling = {grant.request_id for grant in plan.grants if grant.output_index is not None}
         assert delivered == (sampling & alive) - result.failures.keys(), (
@@ -437,9 +442,13 @@ class Driver:
             request = self.scheduler.find(grant.request_id)
             assert request is not None
             n, num_to_come = grant.num_tokens, self.num_outputs_to_come(grant.request_id)
-            assert 1 <= n <= config.max_chunk_tokens
+            n_known = n - grant.num_drafts
+            assert 1 <= n_known <= config.max_chunk_tokens
+            assert grant.num_drafts <= config.speculation_tokens
+            self.noted["guessed"] += grant.num_drafts > 0
             assert grant.start == request.num_computed_tokens
-            assert list(grant.token_ids) == request.token_ids[grant.start : grant.start + n]
+            known = request.token_ids[grant.start : grant.start + n_known]
+            assert list(grant.token_ids) == known + list(request.draft_token_ids)
             assert len(grant.token_ids) == n - grant.has_unknown_token
             assert grant.has_unknown_token <= num_to_come <= self.depth
             assert not self.has_its_last(request), "granted in vain, and one could know"
@@ -557,7 +566,8 @@ class Driver:
             return
         running = {r.request_id: r for r in after.running}
         granted = [running[grant.request_id] for grant in plan.grants]
-        is_full = plan.num_tokens == config.max_step_tokens
+        num_tokens = plan.num_tokens - sum(grant.num_drafts for grant in plan.grants)
+        is_full = num_tokens == config.max_step_tokens
         if config.discipline == "prefill_first":
             if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
                 if preempted_now:

@@ -14,6 +14,8 @@ from engine.runner.scripted import next_token
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Plan, StepResult
 
+#: What is sampled after a wrong guess; texts may hold it.
+NONSENSE = 40
 #: What is computed after a failure; no text holds it.
 GARBAGE = -1
 
@@ -27,10 +29,17 @@ class Text:
     sampling: SamplingParams
 
 
-def text_of(prompt: Sequence[int], sampling: SamplingParams) -> Text:
-    """The whole text; the first output token by ``next_token``, the others from the running sum it keeps."""
+def text_of(prompt: Sequence[int], sampling: SamplingParams, *, repetitive: bool = False) -> Text:
+    """The whole text; the first output token by ``next_token``, the others from the running sum it keeps.
+
+    ``repetitive``: the same few tokens over and over, other ones from time to time.
+    """
     seed = sampling.seed if sampling.temperature > 0 else 0
     token_ids = list(prompt)
+    if repetitive:
+        period = 1 + len(prompt) % 4
+        token_ids += (32 + (n % period * 7 + seed + n // 13) % 95 for n in range(sampling.max_tokens))
+        return Text(token_ids, len(prompt), sampling)
     token_ids.append(next_token(token_ids, seed))
     total = sum((position + 1) * token_id for position, token_id in enumerate(token_ids))
     for n in range(len(token_ids), len(prompt) + sampling.max_tokens):
@@ -72,18 +81,27 @@ class ReadBackRunner:
             for position, token_id in enumerate(token_ids, start=grant.start):
                 blocks[table[position // size]][position % size] = token_id
         self._sampled = sampled = {}
+        after_drafts: dict[RequestId, list[int]] = {}
         for grant in plan.grants:
             if grant.request_id in self._broken:
                 if grant.output_index is not None:
                     sampled[grant.request_id] = GARBAGE
                 continue
-            text, num_tokens = self._texts[grant.request_id], grant.start + grant.num_tokens
+            num_drafts = grant.num_drafts
+            text, num_tokens = self._texts[grant.request_id], grant.start + grant.num_tokens - num_drafts
             read: list[int | None] = []
-            for block in grant.block_table[: -(-num_tokens // size)]:
+            for block in grant.block_table[: -(-(num_tokens + num_drafts) // size)]:
                 read += blocks[block]
             assert read[:num_tokens] == text.token_ids[:num_tokens], "KV read back is not what was known"
             assert grant.sampling is text.sampling
             if grant.output_index is not None:
                 assert num_tokens == text.num_prompt_tokens + grant.output_index
                 sampled[grant.request_id] = text.token_ids[num_tokens]
-        return StepResult(sampled)
+            if num_drafts:
+                assert num_tokens + num_drafts < len(text.token_ids), "guessed beyond the longest output"
+                assert read[num_tokens : num_tokens + num_drafts] == list(grant.request.draft_token_ids)
+                after_drafts[grant.request_id] = said = []
+                for end in range(num_tokens + 1, num_tokens + num_drafts + 1):
+                    is_right = read[num_tokens:end] == text.token_ids[num_tokens:end]
+                    said.append(text.token_ids[end] if is_right else NONSENSE)
+        return StepResult(sampled, after_drafts=after_drafts)

@@ -147,6 +147,9 @@ class Episode:
             "max_preemptions_per_step": pick([1, 2, 8]),
             "starved_share": pick([0.1, 0.1, 0.5]),
         }
+        if not self.depth:
+            config["speculation_tokens"] = pick([0, 0, 1, 4])
+            config["speculation_max_running"] = pick([1, 8])
         if mood == "growth":
             config["max_wait_s"] = pick([1e9, 1e9, 1e9, 30.0])
         elif mood == "flood":

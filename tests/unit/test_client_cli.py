@@ -39,6 +39,7 @@ def test_no_server_is_one_line_and_exit_code_1(command: tuple[str, ...], nobody:
         ("generate",),
         ("generate", "x", "--max-tokens", "0"),
         ("generate", "x", "--temperature", "hot"),
+        ("generate", "x", "--logit-bias", "three"),
         ("nonsense",),
     ],
 )

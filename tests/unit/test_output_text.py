@@ -83,3 +83,14 @@ def test_pieces_equal_the_text_up_to_the_first_match(stop):
         else:
             end, _, expected = min(ends)
             assert ("".join(pieces), found) == (text[: end - len(expected)], expected)
+
+
+def test_a_stop_string_that_begins_too_early_and_ends_in_time_counts():
+    """As in vLLM: where it ends is what ``min_tokens`` looks at."""
+    pieces, stop = feed("-ab-xyz", ["xyz", "ab"], may_stop_from=6)
+    assert ("".join(pieces), stop) == ("-ab-", "xyz")
+
+
+def test_a_stop_string_that_ended_too_early_does_not_count_later():
+    pieces, stop = feed("xab-d", ["ab", "xabc"], may_stop_from=3)
+    assert ("".join(pieces), stop) == ("xab-d", None)

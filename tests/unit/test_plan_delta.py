@@ -147,7 +147,7 @@ def test_a_decode_is_a_few_numbers():
     request.token_ids.append(7)
     table.append(99)
     delta = encoder.encode(decode_plan(2, request, table))
-    assert delta == (2, (), [], [(0, 1000, 1, 0, [7], 63, [99])])
+    assert delta == (2, (), [], [(0, 1000, 1, 0, [7], 63, [99], ())])
     assert len(pickle.dumps(delta)) < 80 < whole
 
 

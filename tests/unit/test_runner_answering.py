@@ -165,7 +165,7 @@ def test_what_is_computed_is_answered_before_the_next_is_launched_which_knows_it
 def test_a_plan_that_grants_nothing_is_answered_in_its_turn(request_a):
     device = Device()
     channel = served(device, [prefill(request_a), Plan(2, ()), Plan(3, ())])
-    assert channel.sent == [(RESULT, 1, [101], {}), (RESULT, 2, [], {}), (RESULT, 3, [], {})]
+    assert channel.sent == [(RESULT, 1, [101], {}, {}), (RESULT, 2, [], {}, {}), (RESULT, 3, [], {}, {})]
     assert device.notes == ["launch 1", "collect 1", "answer 1", "answer 2", "answer 3"]
 
 
@@ -191,7 +191,7 @@ def test_a_row_that_failed_leaves_any_token_to_the_step_behind_it(request_a):
     device = Device(outcomes={1: failed})
     channel = Channel(device, two_plans(request_a))
     answer_plans(device, channel)
-    kind, step, sampled, failures = channel.sent[0]
+    kind, step, sampled, failures, _ = channel.sent[0]
     assert (kind, step, sampled, list(failures)) == (RESULT, 1, [None], ["a"])
     assert channel.sent[1][:3] == (RESULT, 2, [102])
 

@@ -686,7 +686,11 @@ type SessionResponse struct {
 	//	*SessionResponse_Failed
 	//	*SessionResponse_CommandRejected
 	//	*SessionResponse_GoAway
-	Event         isSessionResponse_Event `protobuf_oneof:"event"`
+	//	*SessionResponse_PromptLogprobs
+	//	*SessionResponse_OutputFinished
+	Event isSessionResponse_Event `protobuf_oneof:"event"`
+	// Which of several outputs the event is about, from 0; also 0 for events of the request as a whole.
+	OutputIndex   uint32 `protobuf:"varint,20,opt,name=output_index,json=outputIndex,proto3" json:"output_index,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -850,6 +854,31 @@ func (x *SessionResponse) GetGoAway() *GoAwayEvent {
 	return nil
 }
 
+func (x *SessionResponse) GetPromptLogprobs() *PromptLogprobsEvent {
+	if x != nil {
+		if x, ok := x.Event.(*SessionResponse_PromptLogprobs); ok {
+			return x.PromptLogprobs
+		}
+	}
+	return nil
+}
+
+func (x *SessionResponse) GetOutputFinished() *FinishedEvent {
+	if x != nil {
+		if x, ok := x.Event.(*SessionResponse_OutputFinished); ok {
+			return x.OutputFinished
+		}
+	}
+	return nil
+}
+
+func (x *SessionResponse) GetOutputIndex() uint32 {
+	if x != nil {
+		return x.OutputIndex
+	}
+	return 0
+}
+
 type isSessionResponse_Event interface {
 	isSessionResponse_Event()
 }
@@ -914,6 +943,16 @@ type SessionResponse_GoAway struct {
 	GoAway *GoAwayEvent `protobuf:"bytes,14,opt,name=go_away,json=goAway,proto3,oneof"`
 }
 
+type SessionResponse_PromptLogprobs struct {
+	// Log probabilities of tokens of the prompt, if asked for.
+	PromptLogprobs *PromptLogprobsEvent `protobuf:"bytes,21,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof"`
+}
+
+type SessionResponse_OutputFinished struct {
+	// One of several outputs has ended; `finished` follows when all have.
+	OutputFinished *FinishedEvent `protobuf:"bytes,22,opt,name=output_finished,json=outputFinished,proto3,oneof"`
+}
+
 func (*SessionResponse_Opened) isSessionResponse_Event() {}
 
 func (*SessionResponse_Accepted) isSessionResponse_Event() {}
@@ -937,6 +976,10 @@ func (*SessionResponse_Failed) isSessionResponse_Event() {}
 func (*SessionResponse_CommandRejected) isSessionResponse_Event() {}
 
 func (*SessionResponse_GoAway) isSessionResponse_Event() {}
+
+func (*SessionResponse_PromptLogprobs) isSessionResponse_Event() {}
+
+func (*SessionResponse_OutputFinished) isSessionResponse_Event() {}
 
 // Answer to `open`.
 type OpenedEvent struct {
@@ -1303,6 +1346,62 @@ func (x *DeltaEvent) GetFirstTokenIndex() uint32 {
 	return 0
 }
 
+// Log probabilities of tokens of the prompt, before the first output and each once; in pieces when the
+// prompt is computed in pieces. The first token has none, for nothing is before it.
+type PromptLogprobsEvent struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Index of the first of these tokens in the prompt, from 1.
+	FirstTokenIndex uint32 `protobuf:"varint,1,opt,name=first_token_index,json=firstTokenIndex,proto3" json:"first_token_index,omitempty"`
+	// One entry a token.
+	Positions     []*PositionLogprobs `protobuf:"bytes,2,rep,name=positions,proto3" json:"positions,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PromptLogprobsEvent) Reset() {
+	*x = PromptLogprobsEvent{}
+	mi := &file_vorrang_v1_generation_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PromptLogprobsEvent) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PromptLogprobsEvent) ProtoMessage() {}
+
+func (x *PromptLogprobsEvent) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_generation_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PromptLogprobsEvent.ProtoReflect.Descriptor instead.
+func (*PromptLogprobsEvent) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *PromptLogprobsEvent) GetFirstTokenIndex() uint32 {
+	if x != nil {
+		return x.FirstTokenIndex
+	}
+	return 0
+}
+
+func (x *PromptLogprobsEvent) GetPositions() []*PositionLogprobs {
+	if x != nil {
+		return x.Positions
+	}
+	return nil
+}
+
 // Lost its seat.
 type PreemptedEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1316,7 +1415,7 @@ type PreemptedEvent struct {
 
 func (x *PreemptedEvent) Reset() {
 	*x = PreemptedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[15]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1328,7 +1427,7 @@ func (x *PreemptedEvent) String() string {
 func (*PreemptedEvent) ProtoMessage() {}
 
 func (x *PreemptedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[15]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1341,7 +1440,7 @@ func (x *PreemptedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PreemptedEvent.ProtoReflect.Descriptor instead.
 func (*PreemptedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{15}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *PreemptedEvent) GetReason() PreemptReason {
@@ -1369,7 +1468,7 @@ type ResumedEvent struct {
 
 func (x *ResumedEvent) Reset() {
 	*x = ResumedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[16]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1381,7 +1480,7 @@ func (x *ResumedEvent) String() string {
 func (*ResumedEvent) ProtoMessage() {}
 
 func (x *ResumedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[16]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1394,7 +1493,7 @@ func (x *ResumedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResumedEvent.ProtoReflect.Descriptor instead.
 func (*ResumedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{16}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *ResumedEvent) GetRecomputedTokens() uint32 {
@@ -1419,7 +1518,7 @@ type PriorityChangedEvent struct {
 
 func (x *PriorityChangedEvent) Reset() {
 	*x = PriorityChangedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[17]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1431,7 +1530,7 @@ func (x *PriorityChangedEvent) String() string {
 func (*PriorityChangedEvent) ProtoMessage() {}
 
 func (x *PriorityChangedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[17]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1444,7 +1543,7 @@ func (x *PriorityChangedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PriorityChangedEvent.ProtoReflect.Descriptor instead.
 func (*PriorityChangedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{17}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PriorityChangedEvent) GetLevel() int32 {
@@ -1485,7 +1584,7 @@ type FinishedEvent struct {
 
 func (x *FinishedEvent) Reset() {
 	*x = FinishedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[18]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1497,7 +1596,7 @@ func (x *FinishedEvent) String() string {
 func (*FinishedEvent) ProtoMessage() {}
 
 func (x *FinishedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[18]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1510,7 +1609,7 @@ func (x *FinishedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FinishedEvent.ProtoReflect.Descriptor instead.
 func (*FinishedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{18}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *FinishedEvent) GetReason() FinishReason {
@@ -1556,7 +1655,7 @@ type FailedEvent struct {
 
 func (x *FailedEvent) Reset() {
 	*x = FailedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[19]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1568,7 +1667,7 @@ func (x *FailedEvent) String() string {
 func (*FailedEvent) ProtoMessage() {}
 
 func (x *FailedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[19]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1581,7 +1680,7 @@ func (x *FailedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use FailedEvent.ProtoReflect.Descriptor instead.
 func (*FailedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{19}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *FailedEvent) GetStatus() *status.Status {
@@ -1618,7 +1717,7 @@ type CommandRejectedEvent struct {
 
 func (x *CommandRejectedEvent) Reset() {
 	*x = CommandRejectedEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[20]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1630,7 +1729,7 @@ func (x *CommandRejectedEvent) String() string {
 func (*CommandRejectedEvent) ProtoMessage() {}
 
 func (x *CommandRejectedEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[20]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1643,7 +1742,7 @@ func (x *CommandRejectedEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandRejectedEvent.ProtoReflect.Descriptor instead.
 func (*CommandRejectedEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{20}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *CommandRejectedEvent) GetStatus() *status.Status {
@@ -1673,7 +1772,7 @@ type GoAwayEvent struct {
 
 func (x *GoAwayEvent) Reset() {
 	*x = GoAwayEvent{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[21]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1685,7 +1784,7 @@ func (x *GoAwayEvent) String() string {
 func (*GoAwayEvent) ProtoMessage() {}
 
 func (x *GoAwayEvent) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[21]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1698,7 +1797,7 @@ func (x *GoAwayEvent) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GoAwayEvent.ProtoReflect.Descriptor instead.
 func (*GoAwayEvent) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{21}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GoAwayEvent) GetTimeLeft() *durationpb.Duration {
@@ -1728,7 +1827,7 @@ type GenerateStreamRequest struct {
 
 func (x *GenerateStreamRequest) Reset() {
 	*x = GenerateStreamRequest{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[22]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1740,7 +1839,7 @@ func (x *GenerateStreamRequest) String() string {
 func (*GenerateStreamRequest) ProtoMessage() {}
 
 func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[22]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1753,7 +1852,7 @@ func (x *GenerateStreamRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamRequest.ProtoReflect.Descriptor instead.
 func (*GenerateStreamRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{22}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GenerateStreamRequest) GetSpec() *GenerationSpec {
@@ -1787,14 +1886,18 @@ type GenerateStreamResponse struct {
 	//	*GenerateStreamResponse_Resumed
 	//	*GenerateStreamResponse_PriorityChanged
 	//	*GenerateStreamResponse_Finished
-	Event         isGenerateStreamResponse_Event `protobuf_oneof:"event"`
+	//	*GenerateStreamResponse_PromptLogprobs
+	//	*GenerateStreamResponse_OutputFinished
+	Event isGenerateStreamResponse_Event `protobuf_oneof:"event"`
+	// Which of several outputs the event is about, from 0; also 0 for events of the request as a whole.
+	OutputIndex   uint32 `protobuf:"varint,20,opt,name=output_index,json=outputIndex,proto3" json:"output_index,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateStreamResponse) Reset() {
 	*x = GenerateStreamResponse{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[23]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1806,7 +1909,7 @@ func (x *GenerateStreamResponse) String() string {
 func (*GenerateStreamResponse) ProtoMessage() {}
 
 func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[23]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1819,7 +1922,7 @@ func (x *GenerateStreamResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateStreamResponse.ProtoReflect.Descriptor instead.
 func (*GenerateStreamResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{23}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *GenerateStreamResponse) GetSequence() uint64 {
@@ -1908,6 +2011,31 @@ func (x *GenerateStreamResponse) GetFinished() *FinishedEvent {
 	return nil
 }
 
+func (x *GenerateStreamResponse) GetPromptLogprobs() *PromptLogprobsEvent {
+	if x != nil {
+		if x, ok := x.Event.(*GenerateStreamResponse_PromptLogprobs); ok {
+			return x.PromptLogprobs
+		}
+	}
+	return nil
+}
+
+func (x *GenerateStreamResponse) GetOutputFinished() *FinishedEvent {
+	if x != nil {
+		if x, ok := x.Event.(*GenerateStreamResponse_OutputFinished); ok {
+			return x.OutputFinished
+		}
+	}
+	return nil
+}
+
+func (x *GenerateStreamResponse) GetOutputIndex() uint32 {
+	if x != nil {
+		return x.OutputIndex
+	}
+	return 0
+}
+
 type isGenerateStreamResponse_Event interface {
 	isGenerateStreamResponse_Event()
 }
@@ -1952,6 +2080,16 @@ type GenerateStreamResponse_Finished struct {
 	Finished *FinishedEvent `protobuf:"bytes,9,opt,name=finished,proto3,oneof"`
 }
 
+type GenerateStreamResponse_PromptLogprobs struct {
+	// Log probabilities of tokens of the prompt, if asked for.
+	PromptLogprobs *PromptLogprobsEvent `protobuf:"bytes,21,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof"`
+}
+
+type GenerateStreamResponse_OutputFinished struct {
+	// One of several outputs has ended; `finished` follows when all have.
+	OutputFinished *FinishedEvent `protobuf:"bytes,22,opt,name=output_finished,json=outputFinished,proto3,oneof"`
+}
+
 func (*GenerateStreamResponse_Accepted) isGenerateStreamResponse_Event() {}
 
 func (*GenerateStreamResponse_QueueUpdate) isGenerateStreamResponse_Event() {}
@@ -1968,6 +2106,10 @@ func (*GenerateStreamResponse_PriorityChanged) isGenerateStreamResponse_Event() 
 
 func (*GenerateStreamResponse_Finished) isGenerateStreamResponse_Event() {}
 
+func (*GenerateStreamResponse_PromptLogprobs) isGenerateStreamResponse_Event() {}
+
+func (*GenerateStreamResponse_OutputFinished) isGenerateStreamResponse_Event() {}
+
 // One request as a unary call.
 type GenerateRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1981,7 +2123,7 @@ type GenerateRequest struct {
 
 func (x *GenerateRequest) Reset() {
 	*x = GenerateRequest{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[24]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1993,7 +2135,7 @@ func (x *GenerateRequest) String() string {
 func (*GenerateRequest) ProtoMessage() {}
 
 func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[24]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2006,7 +2148,7 @@ func (x *GenerateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateRequest.ProtoReflect.Descriptor instead.
 func (*GenerateRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{24}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GenerateRequest) GetSpec() *GenerationSpec {
@@ -2023,8 +2165,8 @@ func (x *GenerateRequest) GetRequestId() string {
 	return ""
 }
 
-// The whole output.
-type GenerateResponse struct {
+// One of the outputs of a unary call.
+type GenerateOutput struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The text.
 	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
@@ -2033,16 +2175,93 @@ type GenerateResponse struct {
 	// Log probabilities, if asked for.
 	Logprobs []*PositionLogprobs `protobuf:"bytes,3,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
 	// Why it ended, and what it cost.
+	Finished      *FinishedEvent `protobuf:"bytes,4,opt,name=finished,proto3" json:"finished,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GenerateOutput) Reset() {
+	*x = GenerateOutput{}
+	mi := &file_vorrang_v1_generation_proto_msgTypes[26]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GenerateOutput) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GenerateOutput) ProtoMessage() {}
+
+func (x *GenerateOutput) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_generation_proto_msgTypes[26]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GenerateOutput.ProtoReflect.Descriptor instead.
+func (*GenerateOutput) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{26}
+}
+
+func (x *GenerateOutput) GetText() string {
+	if x != nil {
+		return x.Text
+	}
+	return ""
+}
+
+func (x *GenerateOutput) GetTokenIds() []uint32 {
+	if x != nil {
+		return x.TokenIds
+	}
+	return nil
+}
+
+func (x *GenerateOutput) GetLogprobs() []*PositionLogprobs {
+	if x != nil {
+		return x.Logprobs
+	}
+	return nil
+}
+
+func (x *GenerateOutput) GetFinished() *FinishedEvent {
+	if x != nil {
+		return x.Finished
+	}
+	return nil
+}
+
+// The whole output.
+type GenerateResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The text; of several outputs the first one's.
+	Text string `protobuf:"bytes,1,opt,name=text,proto3" json:"text,omitempty"`
+	// The token ids; likewise.
+	TokenIds []uint32 `protobuf:"varint,2,rep,packed,name=token_ids,json=tokenIds,proto3" json:"token_ids,omitempty"`
+	// Log probabilities, if asked for; likewise.
+	Logprobs []*PositionLogprobs `protobuf:"bytes,3,rep,name=logprobs,proto3" json:"logprobs,omitempty"`
+	// Why it ended, and what it cost: all outputs together.
 	Finished *FinishedEvent `protobuf:"bytes,4,opt,name=finished,proto3" json:"finished,omitempty"`
 	// What was accepted: level, seed, prompt tokens.
-	Accepted      *AcceptedEvent `protobuf:"bytes,5,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	Accepted *AcceptedEvent `protobuf:"bytes,5,opt,name=accepted,proto3" json:"accepted,omitempty"`
+	// Log probabilities of the prompt's tokens but the first, if asked for.
+	PromptLogprobs []*PositionLogprobs `protobuf:"bytes,20,rep,name=prompt_logprobs,json=promptLogprobs,proto3" json:"prompt_logprobs,omitempty"`
+	// All outputs in order, the first one included, when more than one was asked for.
+	Outputs       []*GenerateOutput `protobuf:"bytes,21,rep,name=outputs,proto3" json:"outputs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *GenerateResponse) Reset() {
 	*x = GenerateResponse{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[25]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2054,7 +2273,7 @@ func (x *GenerateResponse) String() string {
 func (*GenerateResponse) ProtoMessage() {}
 
 func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[25]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2067,7 +2286,7 @@ func (x *GenerateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GenerateResponse.ProtoReflect.Descriptor instead.
 func (*GenerateResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{25}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GenerateResponse) GetText() string {
@@ -2105,6 +2324,20 @@ func (x *GenerateResponse) GetAccepted() *AcceptedEvent {
 	return nil
 }
 
+func (x *GenerateResponse) GetPromptLogprobs() []*PositionLogprobs {
+	if x != nil {
+		return x.PromptLogprobs
+	}
+	return nil
+}
+
+func (x *GenerateResponse) GetOutputs() []*GenerateOutput {
+	if x != nil {
+		return x.Outputs
+	}
+	return nil
+}
+
 // Asks for token ids.
 type TokenizeRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -2116,7 +2349,7 @@ type TokenizeRequest struct {
 
 func (x *TokenizeRequest) Reset() {
 	*x = TokenizeRequest{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[26]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2128,7 +2361,7 @@ func (x *TokenizeRequest) String() string {
 func (*TokenizeRequest) ProtoMessage() {}
 
 func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[26]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2141,7 +2374,7 @@ func (x *TokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeRequest.ProtoReflect.Descriptor instead.
 func (*TokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{26}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *TokenizeRequest) GetPrompt() *Prompt {
@@ -2162,7 +2395,7 @@ type TokenizeResponse struct {
 
 func (x *TokenizeResponse) Reset() {
 	*x = TokenizeResponse{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[27]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2174,7 +2407,7 @@ func (x *TokenizeResponse) String() string {
 func (*TokenizeResponse) ProtoMessage() {}
 
 func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[27]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2187,7 +2420,7 @@ func (x *TokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use TokenizeResponse.ProtoReflect.Descriptor instead.
 func (*TokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{27}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *TokenizeResponse) GetTokenIds() []uint32 {
@@ -2210,7 +2443,7 @@ type DetokenizeRequest struct {
 
 func (x *DetokenizeRequest) Reset() {
 	*x = DetokenizeRequest{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[28]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2222,7 +2455,7 @@ func (x *DetokenizeRequest) String() string {
 func (*DetokenizeRequest) ProtoMessage() {}
 
 func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[28]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2235,7 +2468,7 @@ func (x *DetokenizeRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeRequest.ProtoReflect.Descriptor instead.
 func (*DetokenizeRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{28}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DetokenizeRequest) GetTokenIds() []uint32 {
@@ -2263,7 +2496,7 @@ type DetokenizeResponse struct {
 
 func (x *DetokenizeResponse) Reset() {
 	*x = DetokenizeResponse{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[29]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2275,7 +2508,7 @@ func (x *DetokenizeResponse) String() string {
 func (*DetokenizeResponse) ProtoMessage() {}
 
 func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[29]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2288,7 +2521,7 @@ func (x *DetokenizeResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DetokenizeResponse.ProtoReflect.Descriptor instead.
 func (*DetokenizeResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{29}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DetokenizeResponse) GetText() string {
@@ -2307,7 +2540,7 @@ type GetModelRequest struct {
 
 func (x *GetModelRequest) Reset() {
 	*x = GetModelRequest{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[30]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2319,7 +2552,7 @@ func (x *GetModelRequest) String() string {
 func (*GetModelRequest) ProtoMessage() {}
 
 func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[30]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2332,7 +2565,7 @@ func (x *GetModelRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelRequest.ProtoReflect.Descriptor instead.
 func (*GetModelRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{30}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{32}
 }
 
 // The model that is served.
@@ -2358,7 +2591,7 @@ type GetModelResponse struct {
 
 func (x *GetModelResponse) Reset() {
 	*x = GetModelResponse{}
-	mi := &file_vorrang_v1_generation_proto_msgTypes[31]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2370,7 +2603,7 @@ func (x *GetModelResponse) String() string {
 func (*GetModelResponse) ProtoMessage() {}
 
 func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_generation_proto_msgTypes[31]
+	mi := &file_vorrang_v1_generation_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2383,7 +2616,7 @@ func (x *GetModelResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetModelResponse.ProtoReflect.Descriptor instead.
 func (*GetModelResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{31}
+	return file_vorrang_v1_generation_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *GetModelResponse) GetName() string {
@@ -2485,7 +2718,7 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\rResumeCommand\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12%\n" +
-	"\x0eafter_sequence\x18\x02 \x01(\x04R\rafterSequence\"\x9a\x06\n" +
+	"\x0eafter_sequence\x18\x02 \x01(\x04R\rafterSequence\"\xcf\a\n" +
 	"\x0fSessionResponse\x12\x1d\n" +
 	"\n" +
 	"request_id\x18\x01 \x01(\tR\trequestId\x12\x1a\n" +
@@ -2502,7 +2735,10 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\bfinished\x18\v \x01(\v2\x19.vorrang.v1.FinishedEventH\x00R\bfinished\x121\n" +
 	"\x06failed\x18\f \x01(\v2\x17.vorrang.v1.FailedEventH\x00R\x06failed\x12M\n" +
 	"\x10command_rejected\x18\r \x01(\v2 .vorrang.v1.CommandRejectedEventH\x00R\x0fcommandRejected\x122\n" +
-	"\ago_away\x18\x0e \x01(\v2\x17.vorrang.v1.GoAwayEventH\x00R\x06goAwayB\a\n" +
+	"\ago_away\x18\x0e \x01(\v2\x17.vorrang.v1.GoAwayEventH\x00R\x06goAway\x12J\n" +
+	"\x0fprompt_logprobs\x18\x15 \x01(\v2\x1f.vorrang.v1.PromptLogprobsEventH\x00R\x0epromptLogprobs\x12D\n" +
+	"\x0foutput_finished\x18\x16 \x01(\v2\x19.vorrang.v1.FinishedEventH\x00R\x0eoutputFinished\x12!\n" +
+	"\foutput_index\x18\x14 \x01(\rR\voutputIndexB\a\n" +
 	"\x05event\"\xf6\x01\n" +
 	"\vOpenedEvent\x12#\n" +
 	"\rsession_token\x18\x01 \x01(\tR\fsessionToken\x12*\n" +
@@ -2529,7 +2765,10 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\ttoken_ids\x18\x01 \x03(\rR\btokenIds\x12\x12\n" +
 	"\x04text\x18\x02 \x01(\tR\x04text\x128\n" +
 	"\blogprobs\x18\x03 \x03(\v2\x1c.vorrang.v1.PositionLogprobsR\blogprobs\x12*\n" +
-	"\x11first_token_index\x18\x04 \x01(\rR\x0ffirstTokenIndex\"Y\n" +
+	"\x11first_token_index\x18\x04 \x01(\rR\x0ffirstTokenIndex\"}\n" +
+	"\x13PromptLogprobsEvent\x12*\n" +
+	"\x11first_token_index\x18\x01 \x01(\rR\x0ffirstTokenIndex\x12:\n" +
+	"\tpositions\x18\x02 \x03(\v2\x1c.vorrang.v1.PositionLogprobsR\tpositions\"Y\n" +
 	"\x0ePreemptedEvent\x121\n" +
 	"\x06reason\x18\x01 \x01(\x0e2\x19.vorrang.v1.PreemptReasonR\x06reason\x12\x14\n" +
 	"\x05count\x18\x02 \x01(\rR\x05count\";\n" +
@@ -2559,7 +2798,7 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\x15GenerateStreamRequest\x12.\n" +
 	"\x04spec\x18\x01 \x01(\v2\x1a.vorrang.v1.GenerationSpecR\x04spec\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x02 \x01(\tR\trequestId\"\x99\x04\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\"\xce\x05\n" +
 	"\x16GenerateStreamResponse\x12\x1a\n" +
 	"\bsequence\x18\x01 \x01(\x04R\bsequence\x127\n" +
 	"\baccepted\x18\x02 \x01(\v2\x19.vorrang.v1.AcceptedEventH\x00R\baccepted\x12A\n" +
@@ -2569,18 +2808,28 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\tpreempted\x18\x06 \x01(\v2\x1a.vorrang.v1.PreemptedEventH\x00R\tpreempted\x124\n" +
 	"\aresumed\x18\a \x01(\v2\x18.vorrang.v1.ResumedEventH\x00R\aresumed\x12M\n" +
 	"\x10priority_changed\x18\b \x01(\v2 .vorrang.v1.PriorityChangedEventH\x00R\x0fpriorityChanged\x127\n" +
-	"\bfinished\x18\t \x01(\v2\x19.vorrang.v1.FinishedEventH\x00R\bfinishedB\a\n" +
+	"\bfinished\x18\t \x01(\v2\x19.vorrang.v1.FinishedEventH\x00R\bfinished\x12J\n" +
+	"\x0fprompt_logprobs\x18\x15 \x01(\v2\x1f.vorrang.v1.PromptLogprobsEventH\x00R\x0epromptLogprobs\x12D\n" +
+	"\x0foutput_finished\x18\x16 \x01(\v2\x19.vorrang.v1.FinishedEventH\x00R\x0eoutputFinished\x12!\n" +
+	"\foutput_index\x18\x14 \x01(\rR\voutputIndexB\a\n" +
 	"\x05event\"`\n" +
 	"\x0fGenerateRequest\x12.\n" +
 	"\x04spec\x18\x01 \x01(\v2\x1a.vorrang.v1.GenerationSpecR\x04spec\x12\x1d\n" +
 	"\n" +
-	"request_id\x18\x02 \x01(\tR\trequestId\"\xeb\x01\n" +
+	"request_id\x18\x02 \x01(\tR\trequestId\"\xb2\x01\n" +
+	"\x0eGenerateOutput\x12\x12\n" +
+	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
+	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x128\n" +
+	"\blogprobs\x18\x03 \x03(\v2\x1c.vorrang.v1.PositionLogprobsR\blogprobs\x125\n" +
+	"\bfinished\x18\x04 \x01(\v2\x19.vorrang.v1.FinishedEventR\bfinished\"\xe8\x02\n" +
 	"\x10GenerateResponse\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\x12\x1b\n" +
 	"\ttoken_ids\x18\x02 \x03(\rR\btokenIds\x128\n" +
 	"\blogprobs\x18\x03 \x03(\v2\x1c.vorrang.v1.PositionLogprobsR\blogprobs\x125\n" +
 	"\bfinished\x18\x04 \x01(\v2\x19.vorrang.v1.FinishedEventR\bfinished\x125\n" +
-	"\baccepted\x18\x05 \x01(\v2\x19.vorrang.v1.AcceptedEventR\baccepted\"=\n" +
+	"\baccepted\x18\x05 \x01(\v2\x19.vorrang.v1.AcceptedEventR\baccepted\x12E\n" +
+	"\x0fprompt_logprobs\x18\x14 \x03(\v2\x1c.vorrang.v1.PositionLogprobsR\x0epromptLogprobs\x124\n" +
+	"\aoutputs\x18\x15 \x03(\v2\x1a.vorrang.v1.GenerateOutputR\aoutputs\"=\n" +
 	"\x0fTokenizeRequest\x12*\n" +
 	"\x06prompt\x18\x01 \x01(\v2\x12.vorrang.v1.PromptR\x06prompt\"/\n" +
 	"\x10TokenizeResponse\x12\x1b\n" +
@@ -2622,7 +2871,7 @@ func file_vorrang_v1_generation_proto_rawDescGZIP() []byte {
 	return file_vorrang_v1_generation_proto_rawDescData
 }
 
-var file_vorrang_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 32)
+var file_vorrang_v1_generation_proto_msgTypes = make([]protoimpl.MessageInfo, 34)
 var file_vorrang_v1_generation_proto_goTypes = []any{
 	(*SessionRequest)(nil),         // 0: vorrang.v1.SessionRequest
 	(*OpenCommand)(nil),            // 1: vorrang.v1.OpenCommand
@@ -2639,33 +2888,35 @@ var file_vorrang_v1_generation_proto_goTypes = []any{
 	(*QueueUpdateEvent)(nil),       // 12: vorrang.v1.QueueUpdateEvent
 	(*StartedEvent)(nil),           // 13: vorrang.v1.StartedEvent
 	(*DeltaEvent)(nil),             // 14: vorrang.v1.DeltaEvent
-	(*PreemptedEvent)(nil),         // 15: vorrang.v1.PreemptedEvent
-	(*ResumedEvent)(nil),           // 16: vorrang.v1.ResumedEvent
-	(*PriorityChangedEvent)(nil),   // 17: vorrang.v1.PriorityChangedEvent
-	(*FinishedEvent)(nil),          // 18: vorrang.v1.FinishedEvent
-	(*FailedEvent)(nil),            // 19: vorrang.v1.FailedEvent
-	(*CommandRejectedEvent)(nil),   // 20: vorrang.v1.CommandRejectedEvent
-	(*GoAwayEvent)(nil),            // 21: vorrang.v1.GoAwayEvent
-	(*GenerateStreamRequest)(nil),  // 22: vorrang.v1.GenerateStreamRequest
-	(*GenerateStreamResponse)(nil), // 23: vorrang.v1.GenerateStreamResponse
-	(*GenerateRequest)(nil),        // 24: vorrang.v1.GenerateRequest
-	(*GenerateResponse)(nil),       // 25: vorrang.v1.GenerateResponse
-	(*TokenizeRequest)(nil),        // 26: vorrang.v1.TokenizeRequest
-	(*TokenizeResponse)(nil),       // 27: vorrang.v1.TokenizeResponse
-	(*DetokenizeRequest)(nil),      // 28: vorrang.v1.DetokenizeRequest
-	(*DetokenizeResponse)(nil),     // 29: vorrang.v1.DetokenizeResponse
-	(*GetModelRequest)(nil),        // 30: vorrang.v1.GetModelRequest
-	(*GetModelResponse)(nil),       // 31: vorrang.v1.GetModelResponse
-	(*Priority)(nil),               // 32: vorrang.v1.Priority
-	(*GenerationSpec)(nil),         // 33: vorrang.v1.GenerationSpec
-	(*Limits)(nil),                 // 34: vorrang.v1.Limits
-	(*PositionLogprobs)(nil),       // 35: vorrang.v1.PositionLogprobs
-	(PreemptReason)(0),             // 36: vorrang.v1.PreemptReason
-	(FinishReason)(0),              // 37: vorrang.v1.FinishReason
-	(*Usage)(nil),                  // 38: vorrang.v1.Usage
-	(*status.Status)(nil),          // 39: google.rpc.Status
-	(*durationpb.Duration)(nil),    // 40: google.protobuf.Duration
-	(*Prompt)(nil),                 // 41: vorrang.v1.Prompt
+	(*PromptLogprobsEvent)(nil),    // 15: vorrang.v1.PromptLogprobsEvent
+	(*PreemptedEvent)(nil),         // 16: vorrang.v1.PreemptedEvent
+	(*ResumedEvent)(nil),           // 17: vorrang.v1.ResumedEvent
+	(*PriorityChangedEvent)(nil),   // 18: vorrang.v1.PriorityChangedEvent
+	(*FinishedEvent)(nil),          // 19: vorrang.v1.FinishedEvent
+	(*FailedEvent)(nil),            // 20: vorrang.v1.FailedEvent
+	(*CommandRejectedEvent)(nil),   // 21: vorrang.v1.CommandRejectedEvent
+	(*GoAwayEvent)(nil),            // 22: vorrang.v1.GoAwayEvent
+	(*GenerateStreamRequest)(nil),  // 23: vorrang.v1.GenerateStreamRequest
+	(*GenerateStreamResponse)(nil), // 24: vorrang.v1.GenerateStreamResponse
+	(*GenerateRequest)(nil),        // 25: vorrang.v1.GenerateRequest
+	(*GenerateOutput)(nil),         // 26: vorrang.v1.GenerateOutput
+	(*GenerateResponse)(nil),       // 27: vorrang.v1.GenerateResponse
+	(*TokenizeRequest)(nil),        // 28: vorrang.v1.TokenizeRequest
+	(*TokenizeResponse)(nil),       // 29: vorrang.v1.TokenizeResponse
+	(*DetokenizeRequest)(nil),      // 30: vorrang.v1.DetokenizeRequest
+	(*DetokenizeResponse)(nil),     // 31: vorrang.v1.DetokenizeResponse
+	(*GetModelRequest)(nil),        // 32: vorrang.v1.GetModelRequest
+	(*GetModelResponse)(nil),       // 33: vorrang.v1.GetModelResponse
+	(*Priority)(nil),               // 34: vorrang.v1.Priority
+	(*GenerationSpec)(nil),         // 35: vorrang.v1.GenerationSpec
+	(*Limits)(nil),                 // 36: vorrang.v1.Limits
+	(*PositionLogprobs)(nil),       // 37: vorrang.v1.PositionLogprobs
+	(PreemptReason)(0),             // 38: vorrang.v1.PreemptReason
+	(FinishReason)(0),              // 39: vorrang.v1.FinishReason
+	(*Usage)(nil),                  // 40: vorrang.v1.Usage
+	(*status.Status)(nil),          // 41: google.rpc.Status
+	(*durationpb.Duration)(nil),    // 42: google.protobuf.Duration
+	(*Prompt)(nil),                 // 43: vorrang.v1.Prompt
 }
 var file_vorrang_v1_generation_proto_depIdxs = []int32{
 	1,  // 0: vorrang.v1.SessionRequest.open:type_name -> vorrang.v1.OpenCommand
@@ -2676,62 +2927,71 @@ var file_vorrang_v1_generation_proto_depIdxs = []int32{
 	6,  // 5: vorrang.v1.SessionRequest.pause:type_name -> vorrang.v1.PauseCommand
 	7,  // 6: vorrang.v1.SessionRequest.unpause:type_name -> vorrang.v1.UnpauseCommand
 	8,  // 7: vorrang.v1.SessionRequest.resume:type_name -> vorrang.v1.ResumeCommand
-	32, // 8: vorrang.v1.OpenCommand.default_priority:type_name -> vorrang.v1.Priority
-	33, // 9: vorrang.v1.StartCommand.spec:type_name -> vorrang.v1.GenerationSpec
-	32, // 10: vorrang.v1.ReprioritizeCommand.priority:type_name -> vorrang.v1.Priority
+	34, // 8: vorrang.v1.OpenCommand.default_priority:type_name -> vorrang.v1.Priority
+	35, // 9: vorrang.v1.StartCommand.spec:type_name -> vorrang.v1.GenerationSpec
+	34, // 10: vorrang.v1.ReprioritizeCommand.priority:type_name -> vorrang.v1.Priority
 	10, // 11: vorrang.v1.SessionResponse.opened:type_name -> vorrang.v1.OpenedEvent
 	11, // 12: vorrang.v1.SessionResponse.accepted:type_name -> vorrang.v1.AcceptedEvent
 	12, // 13: vorrang.v1.SessionResponse.queue_update:type_name -> vorrang.v1.QueueUpdateEvent
 	13, // 14: vorrang.v1.SessionResponse.started:type_name -> vorrang.v1.StartedEvent
 	14, // 15: vorrang.v1.SessionResponse.delta:type_name -> vorrang.v1.DeltaEvent
-	15, // 16: vorrang.v1.SessionResponse.preempted:type_name -> vorrang.v1.PreemptedEvent
-	16, // 17: vorrang.v1.SessionResponse.resumed:type_name -> vorrang.v1.ResumedEvent
-	17, // 18: vorrang.v1.SessionResponse.priority_changed:type_name -> vorrang.v1.PriorityChangedEvent
-	18, // 19: vorrang.v1.SessionResponse.finished:type_name -> vorrang.v1.FinishedEvent
-	19, // 20: vorrang.v1.SessionResponse.failed:type_name -> vorrang.v1.FailedEvent
-	20, // 21: vorrang.v1.SessionResponse.command_rejected:type_name -> vorrang.v1.CommandRejectedEvent
-	21, // 22: vorrang.v1.SessionResponse.go_away:type_name -> vorrang.v1.GoAwayEvent
-	34, // 23: vorrang.v1.OpenedEvent.limits:type_name -> vorrang.v1.Limits
-	35, // 24: vorrang.v1.DeltaEvent.logprobs:type_name -> vorrang.v1.PositionLogprobs
-	36, // 25: vorrang.v1.PreemptedEvent.reason:type_name -> vorrang.v1.PreemptReason
-	37, // 26: vorrang.v1.FinishedEvent.reason:type_name -> vorrang.v1.FinishReason
-	38, // 27: vorrang.v1.FinishedEvent.usage:type_name -> vorrang.v1.Usage
-	39, // 28: vorrang.v1.FailedEvent.status:type_name -> google.rpc.Status
-	38, // 29: vorrang.v1.FailedEvent.usage:type_name -> vorrang.v1.Usage
-	39, // 30: vorrang.v1.CommandRejectedEvent.status:type_name -> google.rpc.Status
-	40, // 31: vorrang.v1.GoAwayEvent.time_left:type_name -> google.protobuf.Duration
-	33, // 32: vorrang.v1.GenerateStreamRequest.spec:type_name -> vorrang.v1.GenerationSpec
-	11, // 33: vorrang.v1.GenerateStreamResponse.accepted:type_name -> vorrang.v1.AcceptedEvent
-	12, // 34: vorrang.v1.GenerateStreamResponse.queue_update:type_name -> vorrang.v1.QueueUpdateEvent
-	13, // 35: vorrang.v1.GenerateStreamResponse.started:type_name -> vorrang.v1.StartedEvent
-	14, // 36: vorrang.v1.GenerateStreamResponse.delta:type_name -> vorrang.v1.DeltaEvent
-	15, // 37: vorrang.v1.GenerateStreamResponse.preempted:type_name -> vorrang.v1.PreemptedEvent
-	16, // 38: vorrang.v1.GenerateStreamResponse.resumed:type_name -> vorrang.v1.ResumedEvent
-	17, // 39: vorrang.v1.GenerateStreamResponse.priority_changed:type_name -> vorrang.v1.PriorityChangedEvent
-	18, // 40: vorrang.v1.GenerateStreamResponse.finished:type_name -> vorrang.v1.FinishedEvent
-	33, // 41: vorrang.v1.GenerateRequest.spec:type_name -> vorrang.v1.GenerationSpec
-	35, // 42: vorrang.v1.GenerateResponse.logprobs:type_name -> vorrang.v1.PositionLogprobs
-	18, // 43: vorrang.v1.GenerateResponse.finished:type_name -> vorrang.v1.FinishedEvent
-	11, // 44: vorrang.v1.GenerateResponse.accepted:type_name -> vorrang.v1.AcceptedEvent
-	41, // 45: vorrang.v1.TokenizeRequest.prompt:type_name -> vorrang.v1.Prompt
-	34, // 46: vorrang.v1.GetModelResponse.limits:type_name -> vorrang.v1.Limits
-	0,  // 47: vorrang.v1.GenerationService.Session:input_type -> vorrang.v1.SessionRequest
-	22, // 48: vorrang.v1.GenerationService.GenerateStream:input_type -> vorrang.v1.GenerateStreamRequest
-	24, // 49: vorrang.v1.GenerationService.Generate:input_type -> vorrang.v1.GenerateRequest
-	26, // 50: vorrang.v1.GenerationService.Tokenize:input_type -> vorrang.v1.TokenizeRequest
-	28, // 51: vorrang.v1.GenerationService.Detokenize:input_type -> vorrang.v1.DetokenizeRequest
-	30, // 52: vorrang.v1.GenerationService.GetModel:input_type -> vorrang.v1.GetModelRequest
-	9,  // 53: vorrang.v1.GenerationService.Session:output_type -> vorrang.v1.SessionResponse
-	23, // 54: vorrang.v1.GenerationService.GenerateStream:output_type -> vorrang.v1.GenerateStreamResponse
-	25, // 55: vorrang.v1.GenerationService.Generate:output_type -> vorrang.v1.GenerateResponse
-	27, // 56: vorrang.v1.GenerationService.Tokenize:output_type -> vorrang.v1.TokenizeResponse
-	29, // 57: vorrang.v1.GenerationService.Detokenize:output_type -> vorrang.v1.DetokenizeResponse
-	31, // 58: vorrang.v1.GenerationService.GetModel:output_type -> vorrang.v1.GetModelResponse
-	53, // [53:59] is the sub-list for method output_type
-	47, // [47:53] is the sub-list for method input_type
-	47, // [47:47] is the sub-list for extension type_name
-	47, // [47:47] is the sub-list for extension extendee
-	0,  // [0:47] is the sub-list for field type_name
+	16, // 16: vorrang.v1.SessionResponse.preempted:type_name -> vorrang.v1.PreemptedEvent
+	17, // 17: vorrang.v1.SessionResponse.resumed:type_name -> vorrang.v1.ResumedEvent
+	18, // 18: vorrang.v1.SessionResponse.priority_changed:type_name -> vorrang.v1.PriorityChangedEvent
+	19, // 19: vorrang.v1.SessionResponse.finished:type_name -> vorrang.v1.FinishedEvent
+	20, // 20: vorrang.v1.SessionResponse.failed:type_name -> vorrang.v1.FailedEvent
+	21, // 21: vorrang.v1.SessionResponse.command_rejected:type_name -> vorrang.v1.CommandRejectedEvent
+	22, // 22: vorrang.v1.SessionResponse.go_away:type_name -> vorrang.v1.GoAwayEvent
+	15, // 23: vorrang.v1.SessionResponse.prompt_logprobs:type_name -> vorrang.v1.PromptLogprobsEvent
+	19, // 24: vorrang.v1.SessionResponse.output_finished:type_name -> vorrang.v1.FinishedEvent
+	36, // 25: vorrang.v1.OpenedEvent.limits:type_name -> vorrang.v1.Limits
+	37, // 26: vorrang.v1.DeltaEvent.logprobs:type_name -> vorrang.v1.PositionLogprobs
+	37, // 27: vorrang.v1.PromptLogprobsEvent.positions:type_name -> vorrang.v1.PositionLogprobs
+	38, // 28: vorrang.v1.PreemptedEvent.reason:type_name -> vorrang.v1.PreemptReason
+	39, // 29: vorrang.v1.FinishedEvent.reason:type_name -> vorrang.v1.FinishReason
+	40, // 30: vorrang.v1.FinishedEvent.usage:type_name -> vorrang.v1.Usage
+	41, // 31: vorrang.v1.FailedEvent.status:type_name -> google.rpc.Status
+	40, // 32: vorrang.v1.FailedEvent.usage:type_name -> vorrang.v1.Usage
+	41, // 33: vorrang.v1.CommandRejectedEvent.status:type_name -> google.rpc.Status
+	42, // 34: vorrang.v1.GoAwayEvent.time_left:type_name -> google.protobuf.Duration
+	35, // 35: vorrang.v1.GenerateStreamRequest.spec:type_name -> vorrang.v1.GenerationSpec
+	11, // 36: vorrang.v1.GenerateStreamResponse.accepted:type_name -> vorrang.v1.AcceptedEvent
+	12, // 37: vorrang.v1.GenerateStreamResponse.queue_update:type_name -> vorrang.v1.QueueUpdateEvent
+	13, // 38: vorrang.v1.GenerateStreamResponse.started:type_name -> vorrang.v1.StartedEvent
+	14, // 39: vorrang.v1.GenerateStreamResponse.delta:type_name -> vorrang.v1.DeltaEvent
+	16, // 40: vorrang.v1.GenerateStreamResponse.preempted:type_name -> vorrang.v1.PreemptedEvent
+	17, // 41: vorrang.v1.GenerateStreamResponse.resumed:type_name -> vorrang.v1.ResumedEvent
+	18, // 42: vorrang.v1.GenerateStreamResponse.priority_changed:type_name -> vorrang.v1.PriorityChangedEvent
+	19, // 43: vorrang.v1.GenerateStreamResponse.finished:type_name -> vorrang.v1.FinishedEvent
+	15, // 44: vorrang.v1.GenerateStreamResponse.prompt_logprobs:type_name -> vorrang.v1.PromptLogprobsEvent
+	19, // 45: vorrang.v1.GenerateStreamResponse.output_finished:type_name -> vorrang.v1.FinishedEvent
+	35, // 46: vorrang.v1.GenerateRequest.spec:type_name -> vorrang.v1.GenerationSpec
+	37, // 47: vorrang.v1.GenerateOutput.logprobs:type_name -> vorrang.v1.PositionLogprobs
+	19, // 48: vorrang.v1.GenerateOutput.finished:type_name -> vorrang.v1.FinishedEvent
+	37, // 49: vorrang.v1.GenerateResponse.logprobs:type_name -> vorrang.v1.PositionLogprobs
+	19, // 50: vorrang.v1.GenerateResponse.finished:type_name -> vorrang.v1.FinishedEvent
+	11, // 51: vorrang.v1.GenerateResponse.accepted:type_name -> vorrang.v1.AcceptedEvent
+	37, // 52: vorrang.v1.GenerateResponse.prompt_logprobs:type_name -> vorrang.v1.PositionLogprobs
+	26, // 53: vorrang.v1.GenerateResponse.outputs:type_name -> vorrang.v1.GenerateOutput
+	43, // 54: vorrang.v1.TokenizeRequest.prompt:type_name -> vorrang.v1.Prompt
+	36, // 55: vorrang.v1.GetModelResponse.limits:type_name -> vorrang.v1.Limits
+	0,  // 56: vorrang.v1.GenerationService.Session:input_type -> vorrang.v1.SessionRequest
+	23, // 57: vorrang.v1.GenerationService.GenerateStream:input_type -> vorrang.v1.GenerateStreamRequest
+	25, // 58: vorrang.v1.GenerationService.Generate:input_type -> vorrang.v1.GenerateRequest
+	28, // 59: vorrang.v1.GenerationService.Tokenize:input_type -> vorrang.v1.TokenizeRequest
+	30, // 60: vorrang.v1.GenerationService.Detokenize:input_type -> vorrang.v1.DetokenizeRequest
+	32, // 61: vorrang.v1.GenerationService.GetModel:input_type -> vorrang.v1.GetModelRequest
+	9,  // 62: vorrang.v1.GenerationService.Session:output_type -> vorrang.v1.SessionResponse
+	24, // 63: vorrang.v1.GenerationService.GenerateStream:output_type -> vorrang.v1.GenerateStreamResponse
+	27, // 64: vorrang.v1.GenerationService.Generate:output_type -> vorrang.v1.GenerateResponse
+	29, // 65: vorrang.v1.GenerationService.Tokenize:output_type -> vorrang.v1.TokenizeResponse
+	31, // 66: vorrang.v1.GenerationService.Detokenize:output_type -> vorrang.v1.DetokenizeResponse
+	33, // 67: vorrang.v1.GenerationService.GetModel:output_type -> vorrang.v1.GetModelResponse
+	62, // [62:68] is the sub-list for method output_type
+	56, // [56:62] is the sub-list for method input_type
+	56, // [56:56] is the sub-list for extension type_name
+	56, // [56:56] is the sub-list for extension extendee
+	0,  // [0:56] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_generation_proto_init() }
@@ -2765,9 +3025,11 @@ func file_vorrang_v1_generation_proto_init() {
 		(*SessionResponse_Failed)(nil),
 		(*SessionResponse_CommandRejected)(nil),
 		(*SessionResponse_GoAway)(nil),
+		(*SessionResponse_PromptLogprobs)(nil),
+		(*SessionResponse_OutputFinished)(nil),
 	}
-	file_vorrang_v1_generation_proto_msgTypes[18].OneofWrappers = []any{}
-	file_vorrang_v1_generation_proto_msgTypes[23].OneofWrappers = []any{
+	file_vorrang_v1_generation_proto_msgTypes[19].OneofWrappers = []any{}
+	file_vorrang_v1_generation_proto_msgTypes[24].OneofWrappers = []any{
 		(*GenerateStreamResponse_Accepted)(nil),
 		(*GenerateStreamResponse_QueueUpdate)(nil),
 		(*GenerateStreamResponse_Started)(nil),
@@ -2776,15 +3038,17 @@ func file_vorrang_v1_generation_proto_init() {
 		(*GenerateStreamResponse_Resumed)(nil),
 		(*GenerateStreamResponse_PriorityChanged)(nil),
 		(*GenerateStreamResponse_Finished)(nil),
+		(*GenerateStreamResponse_PromptLogprobs)(nil),
+		(*GenerateStreamResponse_OutputFinished)(nil),
 	}
-	file_vorrang_v1_generation_proto_msgTypes[28].OneofWrappers = []any{}
+	file_vorrang_v1_generation_proto_msgTypes[30].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_vorrang_v1_generation_proto_rawDesc), len(file_vorrang_v1_generation_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   32,
+			NumMessages:   34,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

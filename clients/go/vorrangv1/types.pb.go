@@ -598,7 +598,7 @@ type SamplingParams struct {
 	IncludeStopString *bool `protobuf:"varint,11,opt,name=include_stop_string,json=includeStopString,proto3,oneof" json:"include_stop_string,omitempty"`
 	// Go on after the model's own end token; absent = false.
 	IgnoreEos *bool `protobuf:"varint,12,opt,name=ignore_eos,json=ignoreEos,proto3,oneof" json:"ignore_eos,omitempty"`
-	// Multiplicative penalty on tokens seen in prompt or output, > 0; absent = 1 (off).
+	// Multiplicative penalty on tokens seen in prompt or output, 0.01..100; absent = 1 (off).
 	RepetitionPenalty *float32 `protobuf:"fixed32,13,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
 	// Subtracted once from the logit of every token already in the output, -2..2; absent = 0.
 	PresencePenalty *float32 `protobuf:"fixed32,14,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`
@@ -610,12 +610,16 @@ type SamplingParams struct {
 	AllowedTokenIds []uint32 `protobuf:"varint,17,rep,packed,name=allowed_token_ids,json=allowedTokenIds,proto3" json:"allowed_token_ids,omitempty"`
 	// These token ids are never sampled.
 	BannedTokenIds []uint32 `protobuf:"varint,18,rep,packed,name=banned_token_ids,json=bannedTokenIds,proto3" json:"banned_token_ids,omitempty"`
-	// Report the log probability of the sampled token and of this many likeliest others; absent = no logprobs.
+	// Report the log probability of the sampled token, and of this many likeliest ones; absent = no logprobs.
 	Logprobs *uint32 `protobuf:"varint,19,opt,name=logprobs,proto3,oneof" json:"logprobs,omitempty"`
-	// The same for the tokens of the prompt; absent = none.
+	// The same for the tokens of the prompt but the first; absent = none.
 	PromptLogprobs *uint32 `protobuf:"varint,20,opt,name=prompt_logprobs,json=promptLogprobs,proto3,oneof" json:"prompt_logprobs,omitempty"`
-	unknownFields  protoimpl.UnknownFields
-	sizeCache      protoimpl.SizeCache
+	// Token ids in a row, of which the last is never sampled after the others.
+	BannedSequences []*TokenIds `protobuf:"bytes,21,rep,name=banned_sequences,json=bannedSequences,proto3" json:"banned_sequences,omitempty"`
+	// Words that are never said: banned as the ids that the server makes of each, with and without a space before it.
+	BadWords      []string `protobuf:"bytes,22,rep,name=bad_words,json=badWords,proto3" json:"bad_words,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *SamplingParams) Reset() {
@@ -786,6 +790,20 @@ func (x *SamplingParams) GetPromptLogprobs() uint32 {
 		return *x.PromptLogprobs
 	}
 	return 0
+}
+
+func (x *SamplingParams) GetBannedSequences() []*TokenIds {
+	if x != nil {
+		return x.BannedSequences
+	}
+	return nil
+}
+
+func (x *SamplingParams) GetBadWords() []string {
+	if x != nil {
+		return x.BadWords
+	}
+	return nil
 }
 
 // Structured output: the text must match this.
@@ -978,7 +996,7 @@ type GenerationSpec struct {
 	Adapter string `protobuf:"bytes,9,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// What the output must match; absent = anything.
 	Grammar *Grammar `protobuf:"bytes,10,opt,name=grammar,proto3" json:"grammar,omitempty"`
-	// Number of outputs; absent = 1.
+	// Number of outputs, each with a seed of its own made of `seed`; absent = 1. Not with temperature 0.
 	NumOutputs    *uint32 `protobuf:"varint,11,opt,name=num_outputs,json=numOutputs,proto3,oneof" json:"num_outputs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1113,9 +1131,13 @@ type Usage struct {
 	// Time waiting after preemptions.
 	Preempted *durationpb.Duration `protobuf:"bytes,9,opt,name=preempted,proto3" json:"preempted,omitempty"`
 	// Time parked (paused, or without credit).
-	Parked        *durationpb.Duration `protobuf:"bytes,10,opt,name=parked,proto3" json:"parked,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	Parked *durationpb.Duration `protobuf:"bytes,10,opt,name=parked,proto3" json:"parked,omitempty"`
+	// Output tokens that were guessed and verified (speculation).
+	DraftedTokens uint32 `protobuf:"varint,11,opt,name=drafted_tokens,json=draftedTokens,proto3" json:"drafted_tokens,omitempty"`
+	// Of these, the ones that were right.
+	AcceptedTokens uint32 `protobuf:"varint,12,opt,name=accepted_tokens,json=acceptedTokens,proto3" json:"accepted_tokens,omitempty"`
+	unknownFields  protoimpl.UnknownFields
+	sizeCache      protoimpl.SizeCache
 }
 
 func (x *Usage) Reset() {
@@ -1218,6 +1240,20 @@ func (x *Usage) GetParked() *durationpb.Duration {
 	return nil
 }
 
+func (x *Usage) GetDraftedTokens() uint32 {
+	if x != nil {
+		return x.DraftedTokens
+	}
+	return 0
+}
+
+func (x *Usage) GetAcceptedTokens() uint32 {
+	if x != nil {
+		return x.AcceptedTokens
+	}
+	return 0
+}
+
 // A token and its log probability.
 type TokenLogprob struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1273,10 +1309,10 @@ func (x *TokenLogprob) GetLogprob() float32 {
 	return 0
 }
 
-// Log probabilities at one output position.
+// Log probabilities at one place of a text, of the model's own distribution: before penalties, temperature and cuts.
 type PositionLogprobs struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The sampled token.
+	// The token that stands there: the sampled one, or the prompt's.
 	Sampled *TokenLogprob `protobuf:"bytes,1,opt,name=sampled,proto3" json:"sampled,omitempty"`
 	// The likeliest tokens, likeliest first.
 	Top           []*TokenLogprob `protobuf:"bytes,2,rep,name=top,proto3" json:"top,omitempty"`
@@ -1355,8 +1391,20 @@ type Limits struct {
 	MaxBufferedTokens uint32 `protobuf:"varint,11,opt,name=max_buffered_tokens,json=maxBufferedTokens,proto3" json:"max_buffered_tokens,omitempty"`
 	// Longest label, in bytes.
 	MaxLabelBytes uint32 `protobuf:"varint,12,opt,name=max_label_bytes,json=maxLabelBytes,proto3" json:"max_label_bytes,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	// Largest `prompt_logprobs`; 0 = not offered.
+	MaxPromptLogprobs uint32 `protobuf:"varint,13,opt,name=max_prompt_logprobs,json=maxPromptLogprobs,proto3" json:"max_prompt_logprobs,omitempty"`
+	// Largest `num_outputs`; 0 or 1 = one.
+	MaxOutputs uint32 `protobuf:"varint,14,opt,name=max_outputs,json=maxOutputs,proto3" json:"max_outputs,omitempty"`
+	// Most logit biases per request.
+	MaxLogitBiases uint32 `protobuf:"varint,15,opt,name=max_logit_biases,json=maxLogitBiases,proto3" json:"max_logit_biases,omitempty"`
+	// Most allowed, and most banned, token ids per request.
+	MaxListedTokenIds uint32 `protobuf:"varint,16,opt,name=max_listed_token_ids,json=maxListedTokenIds,proto3" json:"max_listed_token_ids,omitempty"`
+	// Most banned sequences per request, those made of bad words included.
+	MaxBannedSequences uint32 `protobuf:"varint,17,opt,name=max_banned_sequences,json=maxBannedSequences,proto3" json:"max_banned_sequences,omitempty"`
+	// Longest banned sequence, in tokens.
+	MaxSequenceTokens uint32 `protobuf:"varint,18,opt,name=max_sequence_tokens,json=maxSequenceTokens,proto3" json:"max_sequence_tokens,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
@@ -1473,6 +1521,48 @@ func (x *Limits) GetMaxLabelBytes() uint32 {
 	return 0
 }
 
+func (x *Limits) GetMaxPromptLogprobs() uint32 {
+	if x != nil {
+		return x.MaxPromptLogprobs
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxOutputs() uint32 {
+	if x != nil {
+		return x.MaxOutputs
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxLogitBiases() uint32 {
+	if x != nil {
+		return x.MaxLogitBiases
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxListedTokenIds() uint32 {
+	if x != nil {
+		return x.MaxListedTokenIds
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxBannedSequences() uint32 {
+	if x != nil {
+		return x.MaxBannedSequences
+	}
+	return 0
+}
+
+func (x *Limits) GetMaxSequenceTokens() uint32 {
+	if x != nil {
+		return x.MaxSequenceTokens
+	}
+	return 0
+}
+
 var File_vorrang_v1_types_proto protoreflect.FileDescriptor
 
 const file_vorrang_v1_types_proto_rawDesc = "" +
@@ -1503,7 +1593,7 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x05value\":\n" +
 	"\tLogitBias\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x12\n" +
-	"\x04bias\x18\x02 \x01(\x02R\x04bias\"\x88\b\n" +
+	"\x04bias\x18\x02 \x01(\x02R\x04bias\"\xe6\b\n" +
 	"\x0eSamplingParams\x12%\n" +
 	"\vtemperature\x18\x01 \x01(\x02H\x00R\vtemperature\x88\x01\x01\x12\x18\n" +
 	"\x05top_k\x18\x02 \x01(\rH\x01R\x04topK\x88\x01\x01\x12\x18\n" +
@@ -1530,7 +1620,9 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x11allowed_token_ids\x18\x11 \x03(\rR\x0fallowedTokenIds\x12(\n" +
 	"\x10banned_token_ids\x18\x12 \x03(\rR\x0ebannedTokenIds\x12\x1f\n" +
 	"\blogprobs\x18\x13 \x01(\rH\rR\blogprobs\x88\x01\x01\x12,\n" +
-	"\x0fprompt_logprobs\x18\x14 \x01(\rH\x0eR\x0epromptLogprobs\x88\x01\x01B\x0e\n" +
+	"\x0fprompt_logprobs\x18\x14 \x01(\rH\x0eR\x0epromptLogprobs\x88\x01\x01\x12?\n" +
+	"\x10banned_sequences\x18\x15 \x03(\v2\x14.vorrang.v1.TokenIdsR\x0fbannedSequences\x12\x1b\n" +
+	"\tbad_words\x18\x16 \x03(\tR\bbadWordsB\x0e\n" +
 	"\f_temperatureB\b\n" +
 	"\x06_top_kB\b\n" +
 	"\x06_top_pB\b\n" +
@@ -1571,7 +1663,7 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\vnum_outputs\x18\v \x01(\rH\x01R\n" +
 	"numOutputs\x88\x01\x01B\x10\n" +
 	"\x0e_credit_tokensB\x0e\n" +
-	"\f_num_outputs\"\xcc\x03\n" +
+	"\f_num_outputs\"\x9c\x04\n" +
 	"\x05Usage\x12#\n" +
 	"\rprompt_tokens\x18\x01 \x01(\rR\fpromptTokens\x12#\n" +
 	"\rcached_tokens\x18\x02 \x01(\rR\fcachedTokens\x12#\n" +
@@ -1583,13 +1675,15 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x06decode\x18\b \x01(\v2\x19.google.protobuf.DurationR\x06decode\x127\n" +
 	"\tpreempted\x18\t \x01(\v2\x19.google.protobuf.DurationR\tpreempted\x121\n" +
 	"\x06parked\x18\n" +
-	" \x01(\v2\x19.google.protobuf.DurationR\x06parked\"C\n" +
+	" \x01(\v2\x19.google.protobuf.DurationR\x06parked\x12%\n" +
+	"\x0edrafted_tokens\x18\v \x01(\rR\rdraftedTokens\x12'\n" +
+	"\x0faccepted_tokens\x18\f \x01(\rR\x0eacceptedTokens\"C\n" +
 	"\fTokenLogprob\x12\x19\n" +
 	"\btoken_id\x18\x01 \x01(\rR\atokenId\x12\x18\n" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\"r\n" +
 	"\x10PositionLogprobs\x122\n" +
 	"\asampled\x18\x01 \x01(\v2\x18.vorrang.v1.TokenLogprobR\asampled\x12*\n" +
-	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\x98\x04\n" +
+	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\xa6\x06\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_request_tokens\x18\x01 \x01(\rR\x10maxRequestTokens\x12*\n" +
 	"\x11max_output_tokens\x18\x02 \x01(\rR\x0fmaxOutputTokens\x12(\n" +
@@ -1603,7 +1697,14 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x14max_request_id_bytes\x18\n" +
 	" \x01(\rR\x11maxRequestIdBytes\x12.\n" +
 	"\x13max_buffered_tokens\x18\v \x01(\rR\x11maxBufferedTokens\x12&\n" +
-	"\x0fmax_label_bytes\x18\f \x01(\rR\rmaxLabelBytes*\xf3\x01\n" +
+	"\x0fmax_label_bytes\x18\f \x01(\rR\rmaxLabelBytes\x12.\n" +
+	"\x13max_prompt_logprobs\x18\r \x01(\rR\x11maxPromptLogprobs\x12\x1f\n" +
+	"\vmax_outputs\x18\x0e \x01(\rR\n" +
+	"maxOutputs\x12(\n" +
+	"\x10max_logit_biases\x18\x0f \x01(\rR\x0emaxLogitBiases\x12/\n" +
+	"\x14max_listed_token_ids\x18\x10 \x01(\rR\x11maxListedTokenIds\x120\n" +
+	"\x14max_banned_sequences\x18\x11 \x01(\rR\x12maxBannedSequences\x12.\n" +
+	"\x13max_sequence_tokens\x18\x12 \x01(\rR\x11maxSequenceTokens*\xf3\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x1d\n" +
@@ -1659,25 +1760,26 @@ var file_vorrang_v1_types_proto_depIdxs = []int32{
 	3,  // 1: vorrang.v1.Prompt.tokens:type_name -> vorrang.v1.TokenIds
 	5,  // 2: vorrang.v1.Prompt.chat:type_name -> vorrang.v1.ChatPrompt
 	7,  // 3: vorrang.v1.SamplingParams.logit_bias:type_name -> vorrang.v1.LogitBias
-	10, // 4: vorrang.v1.Grammar.choice:type_name -> vorrang.v1.Choice
-	6,  // 5: vorrang.v1.GenerationSpec.prompt:type_name -> vorrang.v1.Prompt
-	8,  // 6: vorrang.v1.GenerationSpec.sampling:type_name -> vorrang.v1.SamplingParams
-	2,  // 7: vorrang.v1.GenerationSpec.priority:type_name -> vorrang.v1.Priority
-	16, // 8: vorrang.v1.GenerationSpec.queue_timeout:type_name -> google.protobuf.Duration
-	16, // 9: vorrang.v1.GenerationSpec.total_timeout:type_name -> google.protobuf.Duration
-	9,  // 10: vorrang.v1.GenerationSpec.grammar:type_name -> vorrang.v1.Grammar
-	16, // 11: vorrang.v1.Usage.queued:type_name -> google.protobuf.Duration
-	16, // 12: vorrang.v1.Usage.prefill:type_name -> google.protobuf.Duration
-	16, // 13: vorrang.v1.Usage.decode:type_name -> google.protobuf.Duration
-	16, // 14: vorrang.v1.Usage.preempted:type_name -> google.protobuf.Duration
-	16, // 15: vorrang.v1.Usage.parked:type_name -> google.protobuf.Duration
-	13, // 16: vorrang.v1.PositionLogprobs.sampled:type_name -> vorrang.v1.TokenLogprob
-	13, // 17: vorrang.v1.PositionLogprobs.top:type_name -> vorrang.v1.TokenLogprob
-	18, // [18:18] is the sub-list for method output_type
-	18, // [18:18] is the sub-list for method input_type
-	18, // [18:18] is the sub-list for extension type_name
-	18, // [18:18] is the sub-list for extension extendee
-	0,  // [0:18] is the sub-list for field type_name
+	3,  // 4: vorrang.v1.SamplingParams.banned_sequences:type_name -> vorrang.v1.TokenIds
+	10, // 5: vorrang.v1.Grammar.choice:type_name -> vorrang.v1.Choice
+	6,  // 6: vorrang.v1.GenerationSpec.prompt:type_name -> vorrang.v1.Prompt
+	8,  // 7: vorrang.v1.GenerationSpec.sampling:type_name -> vorrang.v1.SamplingParams
+	2,  // 8: vorrang.v1.GenerationSpec.priority:type_name -> vorrang.v1.Priority
+	16, // 9: vorrang.v1.GenerationSpec.queue_timeout:type_name -> google.protobuf.Duration
+	16, // 10: vorrang.v1.GenerationSpec.total_timeout:type_name -> google.protobuf.Duration
+	9,  // 11: vorrang.v1.GenerationSpec.grammar:type_name -> vorrang.v1.Grammar
+	16, // 12: vorrang.v1.Usage.queued:type_name -> google.protobuf.Duration
+	16, // 13: vorrang.v1.Usage.prefill:type_name -> google.protobuf.Duration
+	16, // 14: vorrang.v1.Usage.decode:type_name -> google.protobuf.Duration
+	16, // 15: vorrang.v1.Usage.preempted:type_name -> google.protobuf.Duration
+	16, // 16: vorrang.v1.Usage.parked:type_name -> google.protobuf.Duration
+	13, // 17: vorrang.v1.PositionLogprobs.sampled:type_name -> vorrang.v1.TokenLogprob
+	13, // 18: vorrang.v1.PositionLogprobs.top:type_name -> vorrang.v1.TokenLogprob
+	19, // [19:19] is the sub-list for method output_type
+	19, // [19:19] is the sub-list for method input_type
+	19, // [19:19] is the sub-list for extension type_name
+	19, // [19:19] is the sub-list for extension extendee
+	0,  // [0:19] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_types_proto_init() }

@@ -98,7 +98,7 @@ class ResumeCommand(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., after_sequence: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
-    __slots__ = ("request_id", "sequence", "opened", "accepted", "queue_update", "started", "delta", "preempted", "resumed", "priority_changed", "finished", "failed", "command_rejected", "go_away")
+    __slots__ = ("request_id", "sequence", "opened", "accepted", "queue_update", "started", "delta", "preempted", "resumed", "priority_changed", "finished", "failed", "command_rejected", "go_away", "prompt_logprobs", "output_finished", "output_index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
@@ -113,6 +113,9 @@ class SessionResponse(_message.Message):
     FAILED_FIELD_NUMBER: _ClassVar[int]
     COMMAND_REJECTED_FIELD_NUMBER: _ClassVar[int]
     GO_AWAY_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     sequence: int
     opened: OpenedEvent
@@ -127,7 +130,10 @@ class SessionResponse(_message.Message):
     failed: FailedEvent
     command_rejected: CommandRejectedEvent
     go_away: GoAwayEvent
-    def __init__(self, request_id: _Optional[str] = ..., sequence: _Optional[int] = ..., opened: _Optional[_Union[OpenedEvent, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ..., queue_update: _Optional[_Union[QueueUpdateEvent, _Mapping]] = ..., started: _Optional[_Union[StartedEvent, _Mapping]] = ..., delta: _Optional[_Union[DeltaEvent, _Mapping]] = ..., preempted: _Optional[_Union[PreemptedEvent, _Mapping]] = ..., resumed: _Optional[_Union[ResumedEvent, _Mapping]] = ..., priority_changed: _Optional[_Union[PriorityChangedEvent, _Mapping]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., failed: _Optional[_Union[FailedEvent, _Mapping]] = ..., command_rejected: _Optional[_Union[CommandRejectedEvent, _Mapping]] = ..., go_away: _Optional[_Union[GoAwayEvent, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobsEvent
+    output_finished: FinishedEvent
+    output_index: int
+    def __init__(self, request_id: _Optional[str] = ..., sequence: _Optional[int] = ..., opened: _Optional[_Union[OpenedEvent, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ..., queue_update: _Optional[_Union[QueueUpdateEvent, _Mapping]] = ..., started: _Optional[_Union[StartedEvent, _Mapping]] = ..., delta: _Optional[_Union[DeltaEvent, _Mapping]] = ..., preempted: _Optional[_Union[PreemptedEvent, _Mapping]] = ..., resumed: _Optional[_Union[ResumedEvent, _Mapping]] = ..., priority_changed: _Optional[_Union[PriorityChangedEvent, _Mapping]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., failed: _Optional[_Union[FailedEvent, _Mapping]] = ..., command_rejected: _Optional[_Union[CommandRejectedEvent, _Mapping]] = ..., go_away: _Optional[_Union[GoAwayEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobsEvent, _Mapping]] = ..., output_finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., output_index: _Optional[int] = ...) -> None: ...
 
 class OpenedEvent(_message.Message):
     __slots__ = ("session_token", "limits", "default_level", "default_credit_tokens", "policy", "server_version")
@@ -188,6 +194,14 @@ class DeltaEvent(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
     first_token_index: int
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., first_token_index: _Optional[int] = ...) -> None: ...
+
+class PromptLogprobsEvent(_message.Message):
+    __slots__ = ("first_token_index", "positions")
+    FIRST_TOKEN_INDEX_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    first_token_index: int
+    positions: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
+    def __init__(self, first_token_index: _Optional[int] = ..., positions: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ...) -> None: ...
 
 class PreemptedEvent(_message.Message):
     __slots__ = ("reason", "count")
@@ -260,7 +274,7 @@ class GenerateStreamRequest(_message.Message):
     def __init__(self, spec: _Optional[_Union[_types_pb2.GenerationSpec, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
 class GenerateStreamResponse(_message.Message):
-    __slots__ = ("sequence", "accepted", "queue_update", "started", "delta", "preempted", "resumed", "priority_changed", "finished")
+    __slots__ = ("sequence", "accepted", "queue_update", "started", "delta", "preempted", "resumed", "priority_changed", "finished", "prompt_logprobs", "output_finished", "output_index")
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     QUEUE_UPDATE_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +284,9 @@ class GenerateStreamResponse(_message.Message):
     RESUMED_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_CHANGED_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_FINISHED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_INDEX_FIELD_NUMBER: _ClassVar[int]
     sequence: int
     accepted: AcceptedEvent
     queue_update: QueueUpdateEvent
@@ -279,7 +296,10 @@ class GenerateStreamResponse(_message.Message):
     resumed: ResumedEvent
     priority_changed: PriorityChangedEvent
     finished: FinishedEvent
-    def __init__(self, sequence: _Optional[int] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ..., queue_update: _Optional[_Union[QueueUpdateEvent, _Mapping]] = ..., started: _Optional[_Union[StartedEvent, _Mapping]] = ..., delta: _Optional[_Union[DeltaEvent, _Mapping]] = ..., preempted: _Optional[_Union[PreemptedEvent, _Mapping]] = ..., resumed: _Optional[_Union[ResumedEvent, _Mapping]] = ..., priority_changed: _Optional[_Union[PriorityChangedEvent, _Mapping]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobsEvent
+    output_finished: FinishedEvent
+    output_index: int
+    def __init__(self, sequence: _Optional[int] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ..., queue_update: _Optional[_Union[QueueUpdateEvent, _Mapping]] = ..., started: _Optional[_Union[StartedEvent, _Mapping]] = ..., delta: _Optional[_Union[DeltaEvent, _Mapping]] = ..., preempted: _Optional[_Union[PreemptedEvent, _Mapping]] = ..., resumed: _Optional[_Union[ResumedEvent, _Mapping]] = ..., priority_changed: _Optional[_Union[PriorityChangedEvent, _Mapping]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobsEvent, _Mapping]] = ..., output_finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., output_index: _Optional[int] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("spec", "request_id")
@@ -289,19 +309,35 @@ class GenerateRequest(_message.Message):
     request_id: str
     def __init__(self, spec: _Optional[_Union[_types_pb2.GenerationSpec, _Mapping]] = ..., request_id: _Optional[str] = ...) -> None: ...
 
+class GenerateOutput(_message.Message):
+    __slots__ = ("text", "token_ids", "logprobs", "finished")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
+    finished: FinishedEvent
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ...) -> None: ...
+
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "logprobs", "finished", "accepted")
+    __slots__ = ("text", "token_ids", "logprobs", "finished", "accepted", "prompt_logprobs", "outputs")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
     finished: FinishedEvent
     accepted: AcceptedEvent
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_types_pb2.PositionLogprobs]
+    outputs: _containers.RepeatedCompositeFieldContainer[GenerateOutput]
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[FinishedEvent, _Mapping]] = ..., accepted: _Optional[_Union[AcceptedEvent, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_types_pb2.PositionLogprobs, _Mapping]]] = ..., outputs: _Optional[_Iterable[_Union[GenerateOutput, _Mapping]]] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("prompt",)

@@ -93,7 +93,7 @@ class LogitBias(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., bias: _Optional[float] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "include_stop_string", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "logprobs", "prompt_logprobs")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "typical_p", "seed", "max_tokens", "min_tokens", "stop_token_ids", "stop_strings", "include_stop_string", "ignore_eos", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "banned_token_ids", "logprobs", "prompt_logprobs", "banned_sequences", "bad_words")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
     TOP_P_FIELD_NUMBER: _ClassVar[int]
@@ -114,6 +114,8 @@ class SamplingParams(_message.Message):
     BANNED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    BAD_WORDS_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -134,7 +136,9 @@ class SamplingParams(_message.Message):
     banned_token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: int
     prompt_logprobs: int
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., include_stop_string: bool = ..., ignore_eos: bool = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    banned_sequences: _containers.RepeatedCompositeFieldContainer[TokenIds]
+    bad_words: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., stop_strings: _Optional[_Iterable[str]] = ..., include_stop_string: bool = ..., ignore_eos: bool = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Iterable[_Union[LogitBias, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., banned_token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., banned_sequences: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., bad_words: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("json_schema", "regex", "ebnf", "choice")
@@ -181,7 +185,7 @@ class GenerationSpec(_message.Message):
     def __init__(self, prompt: _Optional[_Union[Prompt, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., priority: _Optional[_Union[Priority, _Mapping]] = ..., queue_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., total_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., credit_tokens: _Optional[int] = ..., label: _Optional[str] = ..., model: _Optional[str] = ..., adapter: _Optional[str] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., num_outputs: _Optional[int] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "recomputed_tokens", "preemptions", "queued", "prefill", "decode", "preempted", "parked")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "recomputed_tokens", "preemptions", "queued", "prefill", "decode", "preempted", "parked", "drafted_tokens", "accepted_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -192,6 +196,8 @@ class Usage(_message.Message):
     DECODE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -202,7 +208,9 @@ class Usage(_message.Message):
     decode: _duration_pb2.Duration
     preempted: _duration_pb2.Duration
     parked: _duration_pb2.Duration
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queued: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preempted: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    drafted_tokens: int
+    accepted_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., queued: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., decode: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., preempted: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., parked: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("token_id", "logprob")
@@ -221,7 +229,7 @@ class PositionLogprobs(_message.Message):
     def __init__(self, sampled: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes")
+    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes", "max_prompt_logprobs", "max_outputs", "max_logit_biases", "max_listed_token_ids", "max_banned_sequences", "max_sequence_tokens")
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -234,6 +242,12 @@ class Limits(_message.Message):
     MAX_REQUEST_ID_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_BUFFERED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_LABEL_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    MAX_LOGIT_BIASES_FIELD_NUMBER: _ClassVar[int]
+    MAX_LISTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_BANNED_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     max_request_tokens: int
     max_output_tokens: int
     max_stop_strings: int
@@ -246,4 +260,10 @@ class Limits(_message.Message):
     max_request_id_bytes: int
     max_buffered_tokens: int
     max_label_bytes: int
-    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ...) -> None: ...
+    max_prompt_logprobs: int
+    max_outputs: int
+    max_logit_biases: int
+    max_listed_token_ids: int
+    max_banned_sequences: int
+    max_sequence_tokens: int
+    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ..., max_prompt_logprobs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_listed_token_ids: _Optional[int] = ..., max_banned_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ...) -> None: ...

@@ -1,5 +1,7 @@
 """What launchers of norms, activations, products and sampling launch is what was compiled ahead of time."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -90,10 +92,11 @@ def test_sampling(launched):
             logits, ids = torch.zeros(1, vocab), torch.zeros(1, dtype=torch.int64)
             adjustments = LogitAdjustments(ids, ids, ids > 0, ids, one, one, one, one)
             wide = one.double()
-            sample.sample(
-                logits,
-                SamplingInputs(wide, ids, wide, wide, ids, ids, ids[:banned], ids[:banned], adjustments),
-            )
+            for typical_p in (None, wide):
+                inputs = SamplingInputs(
+                    wide, ids, wide, wide, ids, ids, ids[:banned], ids[:banned], adjustments
+                )
+                sample.sample(logits, dataclasses.replace(inputs, typical_p=typical_p))
             log_probs.argmax(logits)
             log_probs.log_sum_exp(logits)
             log_probs.log_probs(logits, ids, 2)

@@ -12,7 +12,7 @@ from kernels import reference, sampling
 from kernels.gpu import log_probs as row_kernels
 from kernels.gpu import sample as sampler
 from kernels.gpu.adjust_logits import adjust_logits
-from kernels.interface import LogitAdjustments, SamplingInputs
+from kernels.interface import AllowedIds, LogitAdjustments, SamplingInputs
 
 INF = float("inf")
 NAN = float("nan")
@@ -29,8 +29,21 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(row_kernels, "BLOCK", 128)
 
 
-def _inputs(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, index=0, banned=(), adjust=None):
-    """One setting for all rows, or a list with one a row."""
+def _inputs(
+    rows,
+    *,
+    temperature=1.0,
+    top_k=0,
+    top_p=1.0,
+    min_p=0.0,
+    typical_p=None,
+    seed=0,
+    index=0,
+    banned=(),
+    allowed=None,
+    adjust=None,
+):
+    """One setting for all rows, or a list with one a row; ``allowed`` is a mapping of row to ids."""
 
     def column(value, dtype):
         return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
@@ -45,7 +58,14 @@ def _inputs(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, ind
         banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
         banned_ids=torch.tensor([token for _, token in banned], dtype=torch.int64),
         adjustments=adjust,
+        allowed=None if allowed is None else _allowed(allowed),
+        typical_p=None if typical_p is None else column(typical_p, torch.float64),
     )
+
+
+def _allowed(by_row):
+    pairs = [(row, token) for row, ids in by_row.items() for token in ids]
+    return AllowedIds(torch.tensor(list(by_row)), *(torch.tensor(ids) for ids in zip(*pairs, strict=True)))
 
 
 def _poisoned(logits, device, poison=NAN):
@@ -115,6 +135,11 @@ CUTS = [
     {"temperature": 0.3, "top_p": 0.9},
     {"temperature": 10.0, "top_k": 50, "min_p": 0.5},
     {"temperature": 1e-300, "top_p": 0.9},
+    {"typical_p": 0.5},
+    {"typical_p": 0.05},
+    {"typical_p": [0.9, 1.0, 0.2], "temperature": 1.7},
+    {"typical_p": 0.6, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 1e-300, "typical_p": 0.5},
 ]
 
 
@@ -183,6 +208,21 @@ def test_bans_hold_for_their_row_and_count_before_the_cuts(device):
     banned = [(0, 0), (2, 0), (2, 1)]
     assert _both(logits, device, temperature=0.0, banned=banned) == [1, 0, 2]
     assert _both(logits, device, top_k=1, banned=banned) == [1, 0, 2]
+
+
+def test_allowed_ids_hold_for_their_row_and_count_before_the_cuts(device):
+    logits = torch.tensor([[9.0, 5.0, 1.0], [9.0, 5.0, 1.0], [9.0, 5.0, 1.0]])
+    assert _both(logits, device, top_k=1, allowed={2: [1, 2], 0: [2]}) == [2, 0, 1]
+    assert _both(logits, device, temperature=0.0, allowed={0: [1, 2]}, banned=[(0, 1)]) == [2, 0, 0]
+    assert _both(logits, device, allowed={1: [1]}, banned=[(1, 1)])[1] == -1
+
+
+def test_typical_keeps_what_is_no_more_surprising_than_the_whole(device):
+    logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]  # surprises 0.92, 1.2, 1.61, 2.3; entropy 1.28
+    assert _reachable(logits, device, typical_p=0.2) == {1}
+    assert _reachable(logits, device, typical_p=0.45, draws=24) == {1, 2}
+    assert _reachable(logits, device, typical_p=0.85, draws=24) == {0, 1, 2}
+    assert _reachable(logits, device, top_k=2, typical_p=0.3) == {0}  # of 0.57 and 0.43: entropy 0.68
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
