@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import structlog
 
 from engine.clock import Clock, MonotonicClock
-from engine.errors import Draining, InternalError, SlowConsumer, VorrangError
+from engine.errors import Draining, InternalError, SlowConsumer, UnknownAdapter, VorrangError
 from engine.events import (
     Delta,
     Failed,
@@ -225,11 +225,14 @@ class Engine:
 
         Raises:
             Draining: no new requests are taken.
+            UnknownAdapter: the model has no adapter of that name.
             EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, TenantQuotaExceeded, InvalidRequest:
                 see ``Scheduler.submit``.
         """
         if self._draining:
             raise Draining
+        if spec.adapter and spec.adapter not in self.info.adapters:
+            raise UnknownAdapter(spec.adapter, self.info.adapters)
         assert spec.request_id not in self._live
         now = self._clock.now()
         displaced = self._scheduler.submit(spec, now)

@@ -68,6 +68,7 @@ class Draft:
         total_deadline: time of the engine's clock at which it ends whatever it has.
         num_outputs: how many outputs are wanted.
         bad_words: words that must not be said, to be banned as ids once they are tokenised.
+        adapter: name of an adapter; empty = none.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -81,6 +82,7 @@ class Draft:
     total_deadline: float | None
     num_outputs: int = 1
     bad_words: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 def draft_of(
@@ -129,6 +131,7 @@ def draft_of(
         total_deadline=None if total_s is None else now + total_s,
         num_outputs=_num_outputs(spec, sampling),
         bad_words=_bad_words(spec.sampling),
+        adapter=spec.adapter,
     )
 
 
@@ -224,6 +227,7 @@ def request_spec(
         queue_deadline=draft.queue_deadline,
         total_deadline=min(deadlines, default=None),
         label=draft.label,
+        adapter=draft.adapter,
     )
 
 
@@ -324,8 +328,6 @@ def _refuse_unsupported(spec: types.GenerationSpec) -> None:
     for name in _UNSUPPORTED_SPEC:
         if spec.HasField(name):
             raise Unimplemented(name)
-    if spec.adapter:
-        raise Unimplemented("adapter")
 
 
 def fill_event(

@@ -48,6 +48,7 @@ class RequestOptions(SamplingOptions, total=False):
     partial output stands. ``credit_tokens`` are the output tokens a request in a
     session may be ahead of its reader; None = the session's. ``label`` is free text
     for the server's logs. ``n`` is the number of outputs (``Result.outputs``).
+    ``adapter`` is the name of a LoRA adapter of the model.
     """
 
     messages: Messages
@@ -59,6 +60,7 @@ class RequestOptions(SamplingOptions, total=False):
     total_timeout_s: float
     credit_tokens: int | None
     n: int
+    adapter: str
 
 
 _SAMPLING_NAMES = SamplingOptions.__annotations__.keys()
@@ -111,6 +113,7 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
         sampling=_encode_sampling(options),
         label=options.get("label", ""),
         model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
     )
     priority = options.get("priority")
     if priority is not None:

@@ -24,6 +24,7 @@ class ModelInfo:
         context_tokens: longest prompt + output.
         eos_token_ids: ids that end an output.
         computed_by: kernels, weights and threads, in words; empty where there is nothing to say.
+        adapters: names of the adapters that requests may ask for.
     """
 
     name: str
@@ -32,6 +33,7 @@ class ModelInfo:
     context_tokens: int
     eos_token_ids: frozenset[int]
     computed_by: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

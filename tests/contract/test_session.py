@@ -178,7 +178,6 @@ async def test_a_prompt_larger_than_the_pool_is_refused(channel: Any) -> None:
 
 
 UNIMPLEMENTED: dict[str, types.GenerationSpec] = {
-    "adapter": types.GenerationSpec(adapter="a"),
     "grammar": types.GenerationSpec(grammar=types.Grammar(regex="a")),
 }
 
