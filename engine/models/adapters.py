@@ -1,4 +1,4 @@
-"""Reads adapters from folders in the format of the PEFT library: which tensors there are, and what they change.
+"""Reads adapters from folders in the format of the PEFT library: which tensors there are, what they change.
 
 A folder holds ``adapter_config.json`` and ``adapter_model.safetensors``. What of it
 this version can't compute is refused by name, and a tensor that would be passed over
@@ -108,9 +108,7 @@ class _Reader:
         if self._tensors:
             layer, module, which = min(self._tensors)
             what = f"model.layers.{layer}.{module}.lora_{which}"
-            raise InvalidCheckpoint(
-                f"tensor {what} belongs to no projection of the model that can be adapted"
-            )
+            raise InvalidCheckpoint(f"tensor {what} belongs to no projection that can be adapted")
         return Adapter(self._name, tuple(layers), self._rank)
 
     def _check_kind(self, settings: Mapping[str, Any]) -> None:

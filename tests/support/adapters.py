@@ -55,7 +55,7 @@ def write_adapter(
 
 
 def merged(model: Any, folder: Path) -> Any:
-    """A copy of transformers' ``model`` with the adapter in ``folder`` merged into its weights, in float64."""
+    """A copy of transformers' ``model`` with the adapter in ``folder`` merged into its weights."""
     config = json.loads((folder / "adapter_config.json").read_text())
     root = math.sqrt(config["r"]) if config["use_rslora"] else config["r"]
     tensors, found = load_file(folder / "adapter_model.safetensors"), copy.deepcopy(model)

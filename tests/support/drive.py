@@ -118,11 +118,13 @@ class Driver:
             prompt = [(len(self.seen) * 7 + i * i) % 256 for i in range(prompt)]
         salt, tenant = more.pop("cache_salt", ""), more.pop("tenant", "")
         queue_deadline, total_deadline = more.pop("queue_deadline", None), more.pop("total_deadline", None)
+        adapter = more.pop("adapter", "")
         eos = frozenset(more.pop("eos_token_ids", ()))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=float("seed" in more), **more)
         spec = RequestSpec(
-            request_id, tuple(prompt), sampling, level, eos, salt, tenant, queue_deadline, total_deadline
-        )
+            request_id, tuple(prompt), sampling, level, eos, salt, tenant, queue_deadline, total_deadline,
+            adapter=adapter,
+        )  # fmt: skip
         displaced = self.scheduler.submit(spec, self.now)
         oracle.check_displaced(self, spec, displaced)
         self.longest = max(self.longest, len(prompt) + max_tokens)

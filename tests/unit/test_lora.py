@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import os
 import random
+import signal
 from itertools import pairwise
 
 import pytest
@@ -16,14 +18,19 @@ from engine.models.errors import InvalidAdapter, UnsupportedAdapter
 from engine.models.registry import load
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.batch import build_batch
+from engine.runner.child import RunnerLimits
 from engine.runner.inline import InlineRunner
+from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedTokenizer
+from engine.runner.sources import TorchSource
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
 from kernels import registry
 from tests.support.adapters import ALL, merged, write_adapter
 from tests.support.models import TINY_VOCAB_SIZE, tiny
+from tests.support.process import run_cli
+from tests.support.wire import settled
 
 BLOCK = 16
 #: Of each family, the class names' stem in transformers, fields of its config, and what is adapted.
@@ -237,7 +244,7 @@ NAME = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
 DAMAGES = {
     "no folder": (lambda f: [p.unlink() for p in f.iterdir()] and f.rmdir(), "there is no such folder"),
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "adapter_config.json is missing"),
-    "no tensors": (lambda f: (f / "adapter_model.safetensors").unlink(), "adapter_model.safetensors is missing"),
+    "no tensors": (lambda f: (f / "adapter_model.safetensors").unlink(), "model.safetensors is missing"),
     "no JSON": (lambda f: (f / "adapter_config.json").write_text("{"), "cannot be read as JSON"),
     "cut off": (
         lambda f: (f / "adapter_model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{"),
@@ -246,8 +253,8 @@ DAMAGES = {
     "rank": (lambda f: _config(f, r=5), r"must have shape \[5, 48\], got \[4, 48\]"),
     "rank 0": (lambda f: _config(f, r=0), "r must be at least 1, got 0"),
     "alpha": (lambda f: _config(f, lora_alpha="x"), "lora_alpha must be a positive number, got 'x'"),
-    "no B": (lambda f: _tensors(f, lambda t: t.pop(NAME.format("B"))), "1.self_attn.q_proj.lora_B is missing"),
-    "no A": (lambda f: _tensors(f, lambda t: t.pop(NAME.format("A"))), "1.self_attn.q_proj.lora_A is missing"),
+    "no B": (lambda f: _tensors(f, lambda t: t.pop(NAME.format("B"))), "q_proj.lora_B is missing"),
+    "no A": (lambda f: _tensors(f, lambda t: t.pop(NAME.format("A"))), "q_proj.lora_A is missing"),
     "another layer": (
         lambda f: _tensors(f, lambda t: t.update({NAME.format("A").replace("1", "7"): torch.zeros(4, 48)})),
         "model.layers.7.self_attn.q_proj.lora_A belongs to no projection",
@@ -320,10 +327,66 @@ def test_experts_are_refused(tmp_path):
 def test_models_through_transformers_take_no_adapters(llama, tmp_path):
     tiny("GPTNeoX", tmp_path / "base")
 
-    with pytest.raises(UnsupportedAdapter, match="architecture must be .* got 'GPTNeoXForCausalLM'"):
+    with pytest.raises(UnsupportedAdapter, match=r"architecture must be .* got 'GPTNeoXForCausalLM'"):
         load(str(tmp_path / "base"), num_blocks=8, adapters=llama.adapters)
 
 
 def test_ranks_take_no_adapters(llama):
     with pytest.raises(UnsupportedAdapter, match=r"engine\.tensor_parallel must be 1 in this version, got 2"):
         llama.load(tensor_parallel=2, device="cpu")
+
+
+@pytest.mark.asyncio
+@pytest.mark.deep
+async def test_adapters_are_there_again_after_the_process_died(llama):
+    tokens, names = prompt(20), ["first", "", "second"]
+    source = TorchSource(
+        {
+            "model": str(llama.folder / "base"),
+            "adapters": llama.adapters,
+            "num_blocks": 64,
+            "block_size": BLOCK,
+            "num_threads": 1,
+        }
+    )
+    runner = await ProcessRunner.start(source, RunnerLimits(hang_s=20))
+    engine = Engine(runner, ScriptedTokenizer(), SchedulerConfig(), check_integrity=True)
+    task = asyncio.create_task(engine.run())
+    try:
+        handles = [engine.submit(spec(str(i), tokens, 0, name, 300)) for i, name in enumerate(names)]
+        await settled(lambda: all(handle.num_output_tokens > 4 for handle in handles))
+        os.kill(runner.pid, signal.SIGKILL)
+        events = [[event async for event in handle.events()] for handle in handles]
+        assert runner.statistics().num_restarts == 1
+        assert runner.info.adapters == ("first", "second")
+    finally:
+        task.cancel()
+        await asyncio.wait([task])
+        await runner.close()
+    for name, each in zip(names, events, strict=True):
+        found = [token for event in each if isinstance(event, Delta) for token in event.token_ids]
+        assert found[:64] == greedy(llama.wanted[name], tokens, 64)
+        assert len(found) == 300
+
+
+@pytest.mark.deep
+@pytest.mark.parametrize("runner", ["process", "inline"])
+def test_a_server_with_a_damaged_adapter_ends_with_one_line(llama, runner, tmp_path):
+    folder = write_adapter(tmp_path / "broken", llama.wanted[""])
+    _config(folder, r=5)
+
+    result = run_cli(
+        *("serve", "--listen", "127.0.0.1:0", "--model", str(llama.folder / "base"), "--runner", runner),
+        *(
+            "--kv-blocks",
+            "8",
+            "--adapter",
+            f"fine={llama.adapters['first']}",
+            "--adapter",
+            f"broken={folder}",
+        ),
+    )
+
+    assert result.returncode != 0
+    assert f"model.adapters.broken can't be used, from {folder}: tensor model.layers.0." in result.stderr
+    assert "Traceback" not in result.stderr
