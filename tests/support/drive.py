@@ -288,7 +288,7 @@ class Driver:
         ids = [grant.request_id for grant in plan.grants]
         if failing:
             failures = {RequestId(name): error for name, error in failing.items()}
-            result = StepResult(result.sampled, failures, result.after_drafts)
+            result = StepResult(result.sampled, failures, after_drafts=result.after_drafts)
             self.runner.fail(i for i in ids if i in result.failures)
         alive = {i for i in ids if i in self.seen_alive}
         idle = {i for i in alive if self.scheduler.find(i).status is not RequestStatus.RUNNING}
