@@ -9,6 +9,9 @@ from engine.events import TERMINAL, Delta, Failed, LevelChanged, PromptLogProbs,
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.scheduler.commands import Allow, Command, Fail, Finish, Park, SetLevel, Unpark
 
+#: Log probabilities of so many places at most wait as one event: it becomes one message.
+MAX_POSITIONS = 1024
+
 
 class Handle(Protocol):
     """A request, or several outputs of one (``engine.siblings``), as the server sees them."""
@@ -197,11 +200,21 @@ class RequestHandle:
                 if isinstance(event, TERMINAL):
                     return
 
+    def _put_positions(self, event: PromptLogProbs, last: RequestEvent | None) -> None:
+        """As few events as hold no more positions each than may be."""
+        first, positions = event.first_index, event.positions
+        if isinstance(last, PromptLogProbs):
+            self._buffer.pop()
+            first, positions = last.first_index, last.positions + positions
+        for begin in range(0, len(positions), MAX_POSITIONS):
+            part = positions[begin : begin + MAX_POSITIONS]
+            self._buffer.append(PromptLogProbs(event.request_id, first + begin, part))
+
     def put(self, event: RequestEvent) -> None:
         """For the engine alone: add an event."""
         assert not self.finished, "an event after the terminal one"
         last = self._buffer[-1] if self._buffer else None
-        if isinstance(event, Delta) and isinstance(last, Delta):
+        if isinstance(event, Delta) and isinstance(last, Delta) and len(last.logprobs) < MAX_POSITIONS:
             self._buffer[-1] = Delta(
                 event.request_id,
                 last.first_index,
@@ -209,9 +222,8 @@ class RequestHandle:
                 last.text + event.text,
                 last.logprobs + event.logprobs,
             )
-        elif isinstance(event, PromptLogProbs) and isinstance(last, PromptLogProbs):
-            positions = last.positions + event.positions
-            self._buffer[-1] = PromptLogProbs(event.request_id, last.first_index, positions)
+        elif isinstance(event, PromptLogProbs):
+            self._put_positions(event, last)
         else:
             self._buffer.append(event)
         if isinstance(event, Delta):

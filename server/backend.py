@@ -37,6 +37,7 @@ from engine.sampling import (
 from engine.siblings import submit_siblings
 from server import convert
 from server.convert import Draft
+from server.convert_sampling import banned_by_words
 from server.errors import EngineStarting, row_of
 from server.identity import CALLER
 from server.live_request import LiveRequest
@@ -309,13 +310,14 @@ async def with_bad_words(draft: Draft, engine: Engine) -> Draft:
     """The draft with its bad words banned as ids; they are tokenised off the event loop.
 
     Raises:
-        InvalidRequest: see ``convert.banned_by_words``.
+        InvalidRequest: see ``convert_sampling.banned_by_words``.
 
     Cancellation: as for ``token_ids_of``.
     """
     if not draft.bad_words:
         return draft
-    return await asyncio.to_thread(convert.banned_by_words, draft, engine.tokenizer)
+    make = functools.partial(banned_by_words, draft.sampling, draft.bad_words, engine.tokenizer)
+    return dataclasses.replace(draft, sampling=await asyncio.to_thread(make))
 
 
 async def token_ids_of(draft: Draft) -> Iterable[int]:

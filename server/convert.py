@@ -6,7 +6,6 @@ them: ``prompt``, ``sampling.temperature``, ``priority.level``.
 
 import dataclasses
 import hashlib
-import secrets
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,23 +16,25 @@ from engine.errors import InvalidRequest, Unimplemented, UnknownModel
 from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
-from engine.sampling import MAX_BANNED_SEQUENCES, MAX_OUTPUTS, MAX_SEQUENCE_TOKENS, SamplingParams
+from engine.sampling import SamplingParams
 from engine.text import ChatMessage, Tokenizer
+from server.convert_sampling import (
+    bad_words_of,
+    check_allowed,
+    check_sampling_ids,
+    check_token_ids,
+    num_outputs_of,
+    sampling_of,
+)
 from server.errors import status_of
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
 MAX_LABEL_BYTES = 128
-MAX_BAD_WORD_BYTES = 256
 _NANOSECONDS = 1_000_000_000
 
 #: Fields that this version answers with UNIMPLEMENTED when they are present at all.
 _UNSUPPORTED_SPEC = ("grammar",)
-_PLAIN_SAMPLING = (
-    "temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "include_stop_string",
-    "ignore_eos", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
-    "prompt_logprobs",
-)  # fmt: skip
 _FINISH_REASONS = {
     FinishReason.STOP: types.FINISH_REASON_STOP,
     FinishReason.STOP_STRING: types.FINISH_REASON_STOP_STRING,
@@ -115,8 +116,8 @@ def draft_of(
     size = len(spec.label.encode())
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
-    sampling = _sampling(spec.sampling, default_max_tokens)
-    _check_sampling_ids(sampling, info)
+    sampling = sampling_of(spec.sampling, default_max_tokens)
+    check_sampling_ids(sampling, info)
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
@@ -129,53 +130,10 @@ def draft_of(
         credit_tokens=spec.credit_tokens if spec.HasField("credit_tokens") else None,
         queue_deadline=None if queue_s is None else now + queue_s,
         total_deadline=None if total_s is None else now + total_s,
-        num_outputs=_num_outputs(spec, sampling),
-        bad_words=_bad_words(spec.sampling),
+        num_outputs=num_outputs_of(spec, sampling),
+        bad_words=bad_words_of(spec.sampling),
         adapter=spec.adapter,
     )
-
-
-def _bad_words(params: types.SamplingParams) -> tuple[str, ...]:
-    if len(params.bad_words) > MAX_BANNED_SEQUENCES:
-        rule = f"must hold at most {MAX_BANNED_SEQUENCES} entries"
-        raise InvalidRequest("sampling.bad_words", rule, len(params.bad_words))
-    for index, word in enumerate(params.bad_words):
-        size = len(word.encode())
-        if not word.strip() or size > MAX_BAD_WORD_BYTES:
-            rule = f"must be a word of at most {MAX_BAD_WORD_BYTES} bytes"
-            raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
-    return tuple(params.bad_words)
-
-
-def banned_by_words(draft: Draft, tokenizer: Tokenizer) -> Draft:
-    """A draft whose bad words are banned as ids: each as it is, and with a space before it. May be slow.
-
-    Raises:
-        InvalidRequest: a word, or all that is banned, is longer than may be.
-    """
-    if not draft.bad_words:
-        return draft
-    sequences = dict.fromkeys(draft.sampling.banned_sequences)
-    for index, word in enumerate(draft.bad_words):
-        for text in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tuple(tokenizer.encode_plain(text))
-            if not 1 <= len(ids) <= MAX_SEQUENCE_TOKENS:
-                rule = f"must be 1 to {MAX_SEQUENCE_TOKENS} tokens long"
-                raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
-            sequences[ids] = None
-    sampling = dataclasses.replace(draft.sampling, banned_sequences=tuple(sequences))
-    return dataclasses.replace(draft, sampling=sampling)
-
-
-def _num_outputs(spec: types.GenerationSpec, sampling: SamplingParams) -> int:
-    count = int(spec.num_outputs) if spec.HasField("num_outputs") else 1
-    if not 1 <= count <= MAX_OUTPUTS:
-        raise InvalidRequest("num_outputs", f"must be between 1 and {MAX_OUTPUTS}", count)
-    if count > 1 and sampling.temperature == 0:
-        raise InvalidRequest(
-            "num_outputs", "must be 1 at temperature 0, where all outputs are the same", count
-        )
-    return count
 
 
 def fingerprint(spec: types.GenerationSpec) -> bytes:
@@ -216,7 +174,7 @@ def request_spec(
         room = max(1, context_tokens - len(prompt))  # a prompt without room is the engine's to refuse
         sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, room))
     eos = frozenset[int]() if sampling.ignore_eos else info.eos_token_ids
-    _check_allowed(sampling, eos)
+    check_allowed(sampling, eos)
     deadlines = [time for time in (draft.total_deadline, deadline) if time is not None]
     return RequestSpec(
         request_id,
@@ -246,17 +204,6 @@ def level_of(priority: types.Priority, *, field: str = "priority") -> int:
             raise InvalidRequest(field, "must be a level or the name of a class", None)
 
 
-def check_token_ids(token_ids: Iterable[int], info: ModelInfo, *, field: str) -> None:
-    """Refuse ids outside the vocabulary.
-
-    Raises:
-        InvalidRequest: names the first bad id.
-    """
-    for index, token_id in enumerate(token_ids):
-        if token_id >= info.vocab_size:
-            raise InvalidRequest(f"{field}[{index}]", f"must be less than {info.vocab_size}", token_id)
-
-
 def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Callable[[], Iterable[int]]:
     """What makes a prompt's token ids.
 
@@ -282,46 +229,6 @@ def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Cal
             )
         case _:
             raise InvalidRequest("prompt", "must be text, tokens or chat", None)
-
-
-def _sampling(params: types.SamplingParams, default_max_tokens: int) -> SamplingParams:
-    given = {name: getattr(params, name) for name in _PLAIN_SAMPLING if params.HasField(name)}
-    given.setdefault("max_tokens", max(default_max_tokens, given.get("min_tokens", 0)))
-    if "seed" not in given:
-        given["seed"] = secrets.randbits(64)
-    return SamplingParams(
-        **given,
-        stop_token_ids=tuple(params.stop_token_ids),
-        stop_strings=tuple(params.stop_strings),
-        logit_bias=tuple((entry.token_id, entry.bias) for entry in params.logit_bias),
-        allowed_token_ids=tuple(params.allowed_token_ids),
-        banned_token_ids=tuple(params.banned_token_ids),
-        banned_sequences=tuple(tuple(sequence.ids) for sequence in params.banned_sequences),
-    )
-
-
-def _check_sampling_ids(sampling: SamplingParams, info: ModelInfo) -> None:
-    for name in ("stop_token_ids", "allowed_token_ids", "banned_token_ids"):
-        check_token_ids(getattr(sampling, name), info, field=f"sampling.{name}")
-    for index, (token_id, _) in enumerate(sampling.logit_bias):
-        if token_id >= info.vocab_size:
-            field = f"sampling.logit_bias[{index}].token_id"
-            raise InvalidRequest(field, f"must be less than {info.vocab_size}", token_id)
-    for index, sequence in enumerate(sampling.banned_sequences):
-        check_token_ids(sequence, info, field=f"sampling.banned_sequences[{index}].ids")
-
-
-def _check_allowed(sampling: SamplingParams, ending: frozenset[int]) -> None:
-    """An allowed id must be left while the output may not end.
-
-    Raises:
-        InvalidRequest: none is.
-    """
-    if sampling.allowed_token_ids and sampling.min_tokens:
-        banned = ending.union(sampling.stop_token_ids, sampling.always_banned())
-        if banned.issuperset(sampling.allowed_token_ids):
-            rule = "must be 0 when all that is allowed ends the output"
-            raise InvalidRequest("sampling.min_tokens", rule, sampling.min_tokens)
 
 
 def _refuse_unsupported(spec: types.GenerationSpec) -> None:

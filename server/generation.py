@@ -17,6 +17,7 @@ from engine.handle import Handle
 from engine.request import FinishReason
 from server import convert
 from server.backend import Backend, token_ids_of, with_bad_words
+from server.convert_sampling import check_token_ids
 from server.errors import EndedCall
 from server.flow import Flow
 from server.guard import Guard
@@ -161,7 +162,7 @@ class GenerationService:
         """
         engine = self._backend.engine
         ids = list(request.token_ids)
-        convert.check_token_ids(ids, engine.info, field="token_ids")
+        check_token_ids(ids, engine.info, field="token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
         text = await asyncio.to_thread(lambda: engine.tokenizer.decode(ids, skip_special_tokens=skip))
         return gen.DetokenizeResponse(text=text)

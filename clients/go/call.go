@@ -79,16 +79,22 @@ func sequence(receive func() (Event, error)) iter.Seq2[Event, error] {
 
 func collect(events iter.Seq2[Event, error]) (*Result, error) {
 	var result Result
-	var text strings.Builder
+	var texts []*strings.Builder
 	for event, err := range events {
 		if err != nil {
 			return nil, err
 		}
 		result.add(event)
 		if delta, ok := event.(Delta); ok {
-			text.WriteString(delta.Text)
+			for len(texts) <= delta.OutputIndex {
+				texts = append(texts, &strings.Builder{})
+			}
+			texts[delta.OutputIndex].WriteString(delta.Text)
 		}
 	}
-	result.Text = text.String()
+	for index, text := range texts {
+		result.output(index).Text = text.String()
+	}
+	result.complete()
 	return &result, nil
 }

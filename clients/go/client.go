@@ -176,11 +176,17 @@ func (c *Client) Generate(ctx context.Context, request Request, options ...Reque
 	if err != nil {
 		return nil, errorFromCall(err)
 	}
-	return &Result{
-		Text:     response.GetText(),
-		TokenIDs: response.GetTokenIds(),
-		Logprobs: response.GetLogprobs(),
-		Accepted: decodeAccepted(response.GetAccepted()),
-		Finished: decodeFinished(response.GetFinished()),
-	}, nil
+	result := &Result{
+		PromptLogprobs: response.GetPromptLogprobs(),
+		Accepted:       decodeAccepted(response.GetAccepted()),
+		Finished:       decodeFinished(response.GetFinished()),
+	}
+	*result.output(0) = Output{
+		Text: response.GetText(), TokenIDs: response.GetTokenIds(), Logprobs: response.GetLogprobs()}
+	for index, output := range response.GetOutputs() {
+		*result.output(index) = Output{
+			output.GetText(), output.GetTokenIds(), output.GetLogprobs(), decodeFinished(output.GetFinished())}
+	}
+	result.complete()
+	return result, nil
 }

@@ -8,7 +8,8 @@ import (
 )
 
 // Event is something that has happened to a request: one of [Accepted], [QueueUpdate], [Started], [Delta],
-// [Preempted], [Resumed], [PriorityChanged] and, as the last one, [Finished]. A failure is an error instead.
+// [Preempted], [Resumed], [PriorityChanged], [PromptLogprobs], [OutputFinished] and, as the last one,
+// [Finished]. A failure is an error instead.
 type Event interface{ isEvent() }
 
 // Accepted is the first event: the request is valid and queued.
@@ -41,6 +42,24 @@ type Started struct {
 	PromptTokens int
 	// CachedTokens of these were found in the prefix cache.
 	CachedTokens int
+	// OutputIndex says which of several outputs it is.
+	OutputIndex int
+}
+
+// PromptLogprobs are log probabilities of tokens of the prompt, each told once and the first token's never.
+type PromptLogprobs struct {
+	// FirstTokenIndex is the index of the first of them in the prompt, from 1.
+	FirstTokenIndex int
+	// Positions has one entry a token.
+	Positions []*vorrangv1.PositionLogprobs
+}
+
+// OutputFinished says that one of several outputs has ended; [Finished] follows when all have.
+type OutputFinished struct {
+	// OutputIndex says which.
+	OutputIndex int
+	// Finished is why, and what it cost by itself.
+	Finished Finished
 }
 
 // Delta is new output; never cumulative, never repeated. Deltas that nobody has read yet are joined.
@@ -53,6 +72,8 @@ type Delta struct {
 	FirstTokenIndex int
 	// Logprobs of the new tokens, if asked for.
 	Logprobs []*vorrangv1.PositionLogprobs
+	// OutputIndex says which of several outputs it belongs to.
+	OutputIndex int
 }
 
 // Preempted says that the request lost its seat to a more urgent one; its output goes on later without a gap.
@@ -61,12 +82,16 @@ type Preempted struct {
 	Reason PreemptReason
 	// Count is how often this request has been preempted, this time included.
 	Count int
+	// OutputIndex says which of several outputs it is.
+	OutputIndex int
 }
 
 // Resumed says that the request is computed again after a preemption.
 type Resumed struct {
 	// RecomputedTokens must be computed again, because their KV was not in the cache.
 	RecomputedTokens int
+	// OutputIndex says which of several outputs it is.
+	OutputIndex int
 }
 
 // PriorityChanged is a new priority, by [Stream.Reprioritize] or by an operator.
@@ -98,6 +123,8 @@ func (Delta) isEvent()           {}
 func (Preempted) isEvent()       {}
 func (Resumed) isEvent()         {}
 func (PriorityChanged) isEvent() {}
+func (PromptLogprobs) isEvent()  {}
+func (OutputFinished) isEvent()  {}
 func (Finished) isEvent()        {}
 
 // FinishReason is why a request ended, as types.proto names it without its prefix.
@@ -133,14 +160,30 @@ type Usage struct {
 	Queued, Prefill, Decode, Preempted, Parked time.Duration
 }
 
-// Result is a whole output.
-type Result struct {
+// Output is one of the outputs of a request.
+type Output struct {
 	// Text of the output.
 	Text string
 	// TokenIDs of the output.
 	TokenIDs []uint32
 	// Logprobs, if asked for.
 	Logprobs []*vorrangv1.PositionLogprobs
+	// Finished is how it ended; of an only output what the request's is.
+	Finished Finished
+}
+
+// Result is a whole output.
+type Result struct {
+	// Text of the output; of several the first one's, as TokenIDs and Logprobs are.
+	Text string
+	// TokenIDs of the output.
+	TokenIDs []uint32
+	// Logprobs, if asked for.
+	Logprobs []*vorrangv1.PositionLogprobs
+	// Outputs are all outputs in order, the only one, too.
+	Outputs []Output
+	// PromptLogprobs has one entry for each token of the prompt but the first, if asked for.
+	PromptLogprobs []*vorrangv1.PositionLogprobs
 	// Accepted is what the server took.
 	Accepted Accepted
 	// Finished is how it ended.
@@ -153,11 +196,32 @@ func (r *Result) add(event Event) {
 	case Accepted:
 		r.Accepted = event
 	case Delta:
-		r.TokenIDs = append(r.TokenIDs, event.TokenIDs...)
-		r.Logprobs = append(r.Logprobs, event.Logprobs...)
+		output := r.output(event.OutputIndex)
+		output.TokenIDs = append(output.TokenIDs, event.TokenIDs...)
+		output.Logprobs = append(output.Logprobs, event.Logprobs...)
+	case PromptLogprobs:
+		r.PromptLogprobs = append(r.PromptLogprobs, event.Positions...)
+	case OutputFinished:
+		r.output(event.OutputIndex).Finished = event.Finished
 	case Finished:
 		r.Finished = event
 	}
+}
+
+func (r *Result) output(index int) *Output {
+	for len(r.Outputs) <= index {
+		r.Outputs = append(r.Outputs, Output{})
+	}
+	return &r.Outputs[index]
+}
+
+// complete says of the first output what is said of it in the result itself.
+func (r *Result) complete() {
+	first := r.output(0)
+	if len(r.Outputs) == 1 {
+		first.Finished = r.Finished
+	}
+	r.Text, r.TokenIDs, r.Logprobs = first.Text, first.TokenIDs, first.Logprobs
 }
 
 // eventFrame is what a session's frame and a call's have in common.
@@ -170,12 +234,17 @@ type eventFrame interface {
 	GetResumed() *vorrangv1.ResumedEvent
 	GetPriorityChanged() *vorrangv1.PriorityChangedEvent
 	GetFinished() *vorrangv1.FinishedEvent
+	GetPromptLogprobs() *vorrangv1.PromptLogprobsEvent
+	GetOutputFinished() *vorrangv1.FinishedEvent
+	GetOutputIndex() uint32
 }
 
 // decode is the event of a frame; nil when it is none that this client knows.
 func decode(frame eventFrame) Event {
+	index := int(frame.GetOutputIndex())
 	if delta := frame.GetDelta(); delta != nil {
-		return Delta{delta.GetText(), delta.GetTokenIds(), int(delta.GetFirstTokenIndex()), delta.GetLogprobs()}
+		first := int(delta.GetFirstTokenIndex())
+		return Delta{delta.GetText(), delta.GetTokenIds(), first, delta.GetLogprobs(), index}
 	}
 	if accepted := frame.GetAccepted(); accepted != nil {
 		return decodeAccepted(accepted)
@@ -184,17 +253,23 @@ func decode(frame eventFrame) Event {
 		return QueueUpdate{int(update.GetQueuePosition())}
 	}
 	if started := frame.GetStarted(); started != nil {
-		return Started{int(started.GetPromptTokens()), int(started.GetCachedTokens())}
+		return Started{int(started.GetPromptTokens()), int(started.GetCachedTokens()), index}
 	}
 	if preempted := frame.GetPreempted(); preempted != nil {
 		reason := strings.TrimPrefix(preempted.GetReason().String(), "PREEMPT_REASON_")
-		return Preempted{PreemptReason(reason), int(preempted.GetCount())}
+		return Preempted{PreemptReason(reason), int(preempted.GetCount()), index}
 	}
 	if resumed := frame.GetResumed(); resumed != nil {
-		return Resumed{int(resumed.GetRecomputedTokens())}
+		return Resumed{int(resumed.GetRecomputedTokens()), index}
 	}
 	if changed := frame.GetPriorityChanged(); changed != nil {
 		return PriorityChanged{int(changed.GetLevel()), changed.GetCapped(), changed.GetPriorityIgnored()}
+	}
+	if scored := frame.GetPromptLogprobs(); scored != nil {
+		return PromptLogprobs{int(scored.GetFirstTokenIndex()), scored.GetPositions()}
+	}
+	if finished := frame.GetOutputFinished(); finished != nil {
+		return OutputFinished{index, decodeFinished(finished)}
 	}
 	if finished := frame.GetFinished(); finished != nil {
 		return decodeFinished(finished)

@@ -131,6 +131,16 @@ func WithMaxTokens(tokens uint32) RequestOption {
 	return func(s *requestSettings) { s.sampling().MaxTokens = proto.Uint32(tokens) }
 }
 
+// WithOutputs asks for several outputs of the prompt, each with a seed of its own; see [Result.Outputs].
+func WithOutputs(count uint32) RequestOption {
+	return func(s *requestSettings) { s.spec.NumOutputs = proto.Uint32(count) }
+}
+
+// WithLogprobs asks for the log probability of each token, and of so many likeliest ones.
+func WithLogprobs(top uint32) RequestOption {
+	return func(s *requestSettings) { s.sampling().Logprobs = proto.Uint32(top) }
+}
+
 // WithTemperature sets the softmax temperature; 0 = greedy.
 func WithTemperature(temperature float32) RequestOption {
 	return func(s *requestSettings) { s.sampling().Temperature = proto.Float32(temperature) }

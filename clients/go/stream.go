@@ -271,7 +271,7 @@ func joined(last, next Event) (Event, bool) {
 		return next, ok
 	case Delta:
 		last, ok := last.(Delta)
-		if !ok {
+		if !ok || last.OutputIndex != next.OutputIndex {
 			return nil, false
 		}
 		last.Text += next.Text

@@ -37,6 +37,7 @@ class Scored:
 
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
+_LOGPROBS, _TYPICAL = int(Needs.LOGPROBS), int(Needs.TYPICAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def build_batch(plan: Plan, block_size: int, last_tokens: LastTokens | None = No
         sampling, sample_rows = _with_drafts(sampling, sample_rows)
     inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens)
     sampling_ids = tuple(grant.request_id for grant in sampling)
-    wanting = np.flatnonzero(needs & Needs.LOGPROBS).tolist()
+    wanting = np.flatnonzero(needs & _LOGPROBS).tolist()
     scored, score_rows, score_ids = _NO_SCORES if is_decode else _scores(grants, query_start)
     return Batch(
         request_ids=tuple(grant.request_id for grant in grants),
@@ -210,7 +211,7 @@ def _sampling_inputs(
         banned_ids=torch.from_numpy(choices.banned_ids),
         adjustments=choices.adjustments,
         allowed=choices.allowed,
-        typical_p=torch.from_numpy(typical_p) if (needs & Needs.TYPICAL).any() else None,
+        typical_p=torch.from_numpy(typical_p) if (needs & _TYPICAL).any() else None,
     )
     return inputs, needs, choices.dead_ends
 

@@ -45,6 +45,9 @@ class Choices:
 
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
+# As plain integers, with which one calculates ten times as quickly.
+_SPECIAL = int(Needs.BANS | Needs.ADJUSTMENTS | Needs.ALLOWED)
+_TOKENS, _ADJUSTMENTS = int(Needs.TOKENS), int(Needs.ADJUSTMENTS)
 NOTHING = Choices(_NO_IDS, _NO_IDS)
 
 
@@ -56,7 +59,7 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
         needs: ``[R]``, ``Needs`` of each.
         last_tokens: asked, at most once, when a token must be known that is not.
     """
-    special = np.flatnonzero(needs & (Needs.BANS | Needs.ADJUSTMENTS | Needs.ALLOWED)).tolist()
+    special = np.flatnonzero(needs & _SPECIAL).tolist()
     if not special:
         return NOTHING
     unknown: Mapping[RequestId, int] | None = None
@@ -67,7 +70,8 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
     for place in special:
         grant = grants[place]
         row = _row_of(grant.request)
-        if needs[place] & Needs.TOKENS:
+        wanted = int(needs[place])
+        if wanted & _TOKENS:
             lacking: tuple[int, ...] = ()
             if grant.has_unknown_token:
                 if unknown is None:
@@ -79,11 +83,12 @@ def choices_of(grants: Sequence[Grant], needs: Int64Array, last_tokens: LastToke
             banned.append((place, bans))
         if row.allowed.size:
             allowed.append((place, row.allowed))
-            if np.isin(row.allowed, bans).all():
+            # What is banned at all places leaves an allowed id, or the parameters were not valid.
+            if bans is not row.always_banned and np.isin(row.allowed, bans).all():
                 index = grant.output_index
                 rule = "must hold an id that is not banned at this place of the output"
                 dead_ends.append((place, InvalidRequest("sampling.allowed_token_ids", rule, index)))
-        if needs[place] & Needs.ADJUSTMENTS:
+        if wanted & _ADJUSTMENTS:
             adjusted.append((place, row))
     banned_rows, banned_ids = _pairs(banned)
     allowed_rows, allowed_ids = _pairs(allowed)
@@ -109,8 +114,8 @@ def _pairs(ids_by_row: Sequence[tuple[int, Int64Array]]) -> tuple[Int64Array, In
 
 def _adjustments(adjusted: Sequence[tuple[int, "_Row"]], num_rows: int) -> LogitAdjustments:
     rows, token_ids = _pairs([(place, row.counted.ids) for place, row in adjusted])
-    repetition = torch.ones(num_rows)
-    presence, frequency = torch.zeros(num_rows), torch.zeros(num_rows)
+    repetition = np.ones(num_rows, dtype=np.float32)
+    presence, frequency = np.zeros((2, num_rows), dtype=np.float32)
     for place, row in adjusted:
         repetition[place] = row.params.repetition_penalty
         presence[place] = row.params.presence_penalty
@@ -122,9 +127,9 @@ def _adjustments(adjusted: Sequence[tuple[int, "_Row"]], num_rows: int) -> Logit
         in_prompt=torch.from_numpy(np.concatenate([each.in_prompt for each in counted])),
         output_counts=torch.from_numpy(np.concatenate([each.counts for each in counted])),
         bias=torch.from_numpy(np.concatenate([each.bias for each in counted])),
-        repetition=repetition,
-        presence=presence,
-        frequency=frequency,
+        repetition=torch.from_numpy(repetition),
+        presence=torch.from_numpy(presence),
+        frequency=torch.from_numpy(frequency),
     )
 
 
@@ -138,7 +143,8 @@ class _Counted:
         self._counts = np.zeros(64, dtype=np.int64)
         self._bias = np.zeros(64, dtype=np.float32)
         for token_id, value in bias:
-            self._bias[self._place(token_id)] = value
+            place = self._place(token_id)
+            self._bias[place] = value
 
     @property
     def ids(self) -> Int64Array:
@@ -158,13 +164,16 @@ class _Counted:
 
     def add_prompt(self, token_ids: Sequence[int]) -> None:
         for token_id in set(token_ids):
-            self._in_prompt[self._place(token_id)] = True
+            place = self._place(token_id)
+            self._in_prompt[place] = True
 
     def add_output(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
-            self._counts[self._place(token_id)] += 1
+            place = self._place(token_id)
+            self._counts[place] += 1
 
     def _place(self, token_id: int) -> int:
+        """Where an id stands; the columns are other ones afterwards when it is one too many for them."""
         place = self._places.setdefault(token_id, len(self._places))
         if place == len(self._ids):
             for name in ("_ids", "_in_prompt", "_counts", "_bias"):
@@ -181,7 +190,7 @@ class _Row:
         self.params = params
         self.allowed = np.array(params.allowed_token_ids, dtype=np.int64)
         self.counted = _Counted(params.logit_bias)
-        self._always_banned = np.array(params.always_banned(), dtype=np.int64)
+        self.always_banned = np.array(params.always_banned(), dtype=np.int64)
         self._sequences: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one
         for sequence in params.banned_sequences:
             if len(sequence) > 1:
@@ -212,9 +221,9 @@ class _Row:
         """Ids that the token may not be."""
         early = grant.banned_token_ids
         if not early and not self._completing:
-            return self._always_banned
+            return self.always_banned
         more = np.array([*early, *self._completing], dtype=np.int64)
-        return np.concatenate([self._always_banned, more])
+        return np.concatenate([self.always_banned, more])
 
 
 #: Tokens of a text that any banned sequence can begin with.

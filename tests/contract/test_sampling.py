@@ -5,7 +5,7 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.support.wire import fields_in, open_session, reason_in, refused, spec, stub
+from tests.support.wire import WireSession, fields_in, open_session, reason_in, refused, spec, stub
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
@@ -102,6 +102,27 @@ async def test_several_outputs_are_cancelled_together(channel: Any) -> None:
     assert end.reason == types.FINISH_REASON_CANCELLED
     ends = [frame.output_finished for frame in session.of("a") if frame.HasField("output_finished")]
     assert [each.reason for each in ends] == [types.FINISH_REASON_CANCELLED] * 4
+
+
+async def test_several_outputs_of_a_lost_stream_are_resumed_by_sequence(channel: Any) -> None:
+    message = outputs_spec(3, max_tokens=60, logprobs=1, prompt_logprobs=0)
+    async with WireSession(channel) as lost:
+        token = (await lost.open()).session_token
+        await lost.start("a", message)
+        await lost.event("delta", "a")
+        await lost.event("delta", "a")
+        last = lost.frames[-1].sequence
+    async with WireSession(channel, scope=lost.scope) as session:
+        await session.open(resume_session_token=token)
+        await session.resume("a", after=last)
+        end = (await session.end_of("a")).finished
+    frames = [*lost.of("a"), *session.of("a")]
+    assert [frame.sequence for frame in frames] == list(range(1, len(frames) + 1))
+    answer = await stub(channel).Generate(gen.GenerateRequest(spec=message))
+    assert [output_of(frames, index) for index in range(3)] == [
+        (list(output.token_ids), output.text) for output in answer.outputs
+    ]
+    assert end.usage.output_tokens == 180
 
 
 async def test_credit_is_for_all_outputs_together(channel: Any) -> None:

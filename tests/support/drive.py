@@ -118,13 +118,22 @@ class Driver:
             prompt = [(len(self.seen) * 7 + i * i) % 256 for i in range(prompt)]
         salt, tenant = more.pop("cache_salt", ""), more.pop("tenant", "")
         queue_deadline, total_deadline = more.pop("queue_deadline", None), more.pop("total_deadline", None)
+        eos, family = frozenset(more.pop("eos_token_ids", ())), more.pop("family", "")
         adapter = more.pop("adapter", "")
-        eos = frozenset(more.pop("eos_token_ids", ()))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=float("seed" in more), **more)
         spec = RequestSpec(
-            request_id, tuple(prompt), sampling, level, eos, salt, tenant, queue_deadline, total_deadline,
+            request_id,
+            tuple(prompt),
+            sampling,
+            level,
+            eos,
+            salt,
+            tenant,
+            queue_deadline,
+            total_deadline,
+            family=family,
             adapter=adapter,
-        )  # fmt: skip
+        )
         displaced = self.scheduler.submit(spec, self.now)
         oracle.check_displaced(self, spec, displaced)
         self.longest = max(self.longest, len(prompt) + max_tokens)
@@ -619,6 +628,8 @@ class Driver:
         """12: somebody who runs computes enough of its prompt right now."""
         if not self.blocks.enable_prefix_cache or self.blocks.holds(waiting.request_id):
             return False
+        if not self.is_scored(waiting):
+            return False  # what it may not take it need not wait for
         granted = {grant.request_id for grant in plan.grants}
         # Other disciplines have more budgets, and steps that hold no prefill.
         full = plan.num_tokens == self.config.max_step_tokens or self.config.discipline != "unified"
@@ -637,7 +648,14 @@ class Driver:
                 break
             num_alike += 1
         num_alike -= num_alike % self.blocks.block_size
-        return num_alike - running.num_committed_tokens >= self.config.prefix_wait_tokens
+        is_sibling = waiting.spec.family != "" and waiting.spec.family == running.spec.family
+        least = 1 if is_sibling else self.config.prefix_wait_tokens
+        return num_alike - running.num_committed_tokens >= least
+
+    def is_scored(self, request: Request) -> bool:
+        """Whether its prompt need not be scored, or all of it has been."""
+        wanted = request.spec.sampling.prompt_logprobs is not None
+        return not wanted or request.num_scored_tokens >= request.num_prompt_tokens - 1
 
     def is_admissible(self, waiting: Request, num_used: int) -> bool:
         """Whether it would fit if all that it may evict were gone, after ``num_used`` evictions."""
@@ -669,7 +687,8 @@ class Driver:
         if self.blocks.holds(waiting.request_id):
             have = len(self.blocks.table(waiting.request_id))  # it kept them while it was parked
         else:
-            have = sum(block in held for block in self.blocks.match(waiting).blocks)
+            most = None if self.is_scored(waiting) else waiting.num_scored_tokens
+            have = sum(block in held for block in self.blocks.match(waiting, most).blocks)
         need = self.blocks.blocks_for(size) - have
         if need <= 0:
             return True

@@ -231,6 +231,10 @@ class Episode:
             more["eos_token_ids"] = [rng.randint(32, 126) for _ in range(4)]
         if chance() < 0.15:
             more["stop_token_ids"] = tuple(rng.randint(32, 126) for _ in range(4))
+        if chance() < 0.1:
+            more["prompt_logprobs"] = 0
+        if chance() < 0.15:
+            more["family"] = rng.choice("pq")
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
         return Call("submit", (name, rng.randint(0, 2), size), more)

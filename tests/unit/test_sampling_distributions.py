@@ -242,6 +242,29 @@ def test_what_is_not_asked_for_is_not_there():
     assert inputs.banned_ids.numel() == 0
 
 
+@pytest.mark.parametrize("bias", [0, 200])
+def test_what_was_said_is_counted_from_step_to_step_however_much_it_is(bias):
+    params = SamplingParams(
+        repetition_penalty=1.5, max_tokens=600, logit_bias=tuple((1000 + i, 0.5) for i in range(bias))
+    )
+    request = Request(RequestSpec(RequestId("a"), tuple(range(0, 300, 2)), params), 0, 0.0)
+    for index in range(500):
+        num_tokens = len(request.token_ids)
+        plan = Plan(1, (Grant(request, num_tokens - 1, 1, list(range(50)), index),))
+        if index % 7:  # some steps do not sample
+            build_batch(plan, 16)
+        request.token_ids.append(index * index % 400)
+    adjustments = build_batch(
+        Plan(1, (Grant(request, len(request.token_ids) - 1, 1, list(range(50)), 500),)), 16
+    ).sampling.adjustments
+    columns = (adjustments.token_ids, adjustments.in_prompt, adjustments.output_counts, adjustments.bias)
+    found = {row[0]: tuple(row[1:]) for row in zip(*(column.tolist() for column in columns), strict=True)}
+    said = request.token_ids[150:]
+    wanted = {i: (i in range(0, 300, 2), said.count(i), 0.0) for i in {*range(0, 300, 2), *said}}
+    assert found == wanted | {1000 + i: (False, 0, 0.5) for i in range(bias)}
+    assert len(found) == len(adjustments.rows), "no id comes twice"
+
+
 def test_a_penalised_token_is_less_likely_by_hand():
     """Said three times: 4 goes from x to x / 2 - 0.5 - 3 * 0.25, for x > 0."""
     params = SamplingParams(repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)

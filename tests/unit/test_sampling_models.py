@@ -6,6 +6,7 @@ the same log probabilities.
 
 import asyncio
 import os
+import queue
 import random
 import signal
 
@@ -16,16 +17,20 @@ from engine.errors import InvalidRequest
 from engine.events import Delta, Failed, Finished, Preempted, PromptLogProbs
 from engine.loop import Engine
 from engine.models.registry import load
-from engine.request import RequestId, RequestSpec
+from engine.request import Request, RequestId, RequestSpec
+from engine.runner.base import ModelInfo
 from engine.runner.child import RunnerLimits
+from engine.runner.device_runner import DeviceModel
 from engine.runner.inline import InlineRunner
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedTokenizer
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
+from engine.scheduler.plan import Grant, Plan
 from kernels import ops, registry
-from tests.support.device_models import Remembered, SlowDeviceSource, device_model
+from tests.support.device_models import Remembered, SlowDeviceSource, device_executor, device_model
 from tests.support.models import tiny_llama
+from tests.support.peers_in_threads import on_every_rank
 from tests.support.wire import settled
 
 
@@ -277,3 +282,42 @@ async def test_where_nothing_may_be_said_the_request_fails_alone_and_says_why(fo
         assert isinstance(found[0][-1].error, InvalidRequest)
         assert found[0][-1].error.field == "sampling.allowed_token_ids"
         assert isinstance(found[1][-1], Finished)
+
+
+def test_two_ranks_score_a_prompt_and_penalise_as_one_does(folder, theirs):
+    sampling = SamplingParams(
+        seed=3, logprobs=2, prompt_logprobs=4, repetition_penalty=1.3, allowed_token_ids=tuple(range(50, 90))
+    )
+    prompt = tuple(random.Random(8).randrange(3, 256) for _ in range(90))  # more than are scored at a time
+
+    def plan():
+        request = Request(RequestSpec(RequestId("a"), prompt, sampling), 0, 0.0)
+        return Plan(1, (Grant(request, 0, len(prompt), list(range(6)), 0),))
+
+    wanted = device_model(folder).run(plan())
+    steps = queue.SimpleQueue()
+
+    class Others:
+        def announce(self, shape, words):
+            steps.put((shape, words.clone()))
+
+        def explain(self, error):
+            return error
+
+    def rank(peers):
+        executor = device_executor(folder, peers)
+        if peers.shard.rank:
+            return executor.compute(*steps.get(timeout=20))[1].scores
+        info = ModelInfo("tiny", "LlamaForCausalLM", 259, 512, frozenset())
+        return DeviceModel(info, executor, others=Others()).run(plan())
+
+    found, nothing = on_every_rank(2, rank)
+
+    assert nothing is None, "the logits are the first rank's"
+    assert found.sampled == wanted.sampled
+    mine, other = found.prompt_logprobs["a"], wanted.prompt_logprobs["a"]
+    assert (mine.first_index, len(mine.positions)) == (1, 89)
+    for one, two in zip((*mine.positions, found.logprobs["a"]), (*other.positions, wanted.logprobs["a"]),
+                        strict=True):  # fmt: skip
+        assert (one.token_id, one.top_ids) == (two.token_id, two.top_ids)
+        assert (one.logprob, *one.top) == pytest.approx((two.logprob, *two.top), abs=2e-4)
