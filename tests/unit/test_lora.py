@@ -135,7 +135,7 @@ def spec(name, tokens, level, adapter, max_tokens=20):
 
 
 async def generate(loaded, *specs, **config):
-    """Output tokens, whether it was preempted, and cached tokens of each request."""
+    """Output tokens, whether it was preempted, and usage of each request."""
     runner = InlineRunner(loaded.model)
     config = {"max_running_requests": 4, "max_step_tokens": 40, "max_chunk_tokens": 16} | config
     engine = Engine(runner, ScriptedTokenizer(), SchedulerConfig(**config), check_integrity=True)
@@ -152,7 +152,7 @@ async def generate(loaded, *specs, **config):
         tokens = [token for event in each if isinstance(event, Delta) for token in event.token_ids]
         (end,) = [event for event in each if isinstance(event, Finished)]
         preempted = any(isinstance(event, Preempted) for event in each)
-        found.append((tokens, preempted, end.usage.cached_tokens))
+        found.append((tokens, preempted, end.usage))
     return found
 
 
@@ -179,6 +179,32 @@ async def test_tokens_are_those_of_merged_weights_through_chunks_and_preemption(
 
 
 @pytest.mark.asyncio
+async def test_guessed_tokens_are_verified_with_the_adapter(llama):
+    names = ["first", "", "second"]
+    tokens = prompt(6) * 6
+    specs = [spec(str(i), tokens, 0, name, max_tokens=40) for i, name in enumerate(names)]
+
+    found = await generate(llama.load(), *specs, speculation_tokens=4, speculation_max_running=8)
+
+    assert [each[0] for each in found] == [greedy(llama.wanted[name], tokens, 40) for name in names]
+    assert all(usage.drafted_tokens for _, _, usage in found), "nothing was guessed"
+
+
+@pytest.mark.deep
+def test_the_reference_kernels_give_the_same(llama):
+    before, tokens = registry.active_name(), [prompt(40, seed) for seed in range(3)]
+    try:
+        loaded = llama.load(kernels="reference")
+        names = ["second", "", "first"]
+        found = logits(loaded, *(grant(str(i), t, 0, 40, 3 * i, names[i]) for i, t in enumerate(tokens)))
+    finally:
+        registry.use(before)
+    for name, each, ids in zip(names, found, tokens, strict=True):
+        with torch.inference_mode():
+            assert relative_error(each, llama.wanted[name](torch.tensor([ids])).logits[0]) <= 2e-5
+
+
+@pytest.mark.asyncio
 async def test_a_prefix_is_found_again_under_the_same_adapter_alone(llama):
     tokens, loaded = prompt(64), llama.load()
     names = ["", "first", "second", "", "first", "second"]
@@ -186,7 +212,7 @@ async def test_a_prefix_is_found_again_under_the_same_adapter_alone(llama):
 
     found = await generate(loaded, *specs, max_running_requests=1)
 
-    assert [cached for _, _, cached in found] == [0, 0, 0, 48, 48, 48]
+    assert [usage.cached_tokens for _, _, usage in found] == [0, 0, 0, 48, 48, 48]
     assert [each[0] for each in found] == [greedy(llama.wanted[name], tokens, 4) for name in names]
 
 
