@@ -5,8 +5,6 @@ table. Messages are written for the caller: they name field, rule and value and
 never hold internal text. This module knows nothing of gRPC.
 """
 
-from collections.abc import Collection
-
 
 class VorrangError(Exception):
     """Root of every error that is meant for a caller.
@@ -61,21 +59,7 @@ class MalformedFrame(InvalidRequest):
 
 
 class UnknownModel(VorrangError):
-    """No such model is served here."""
-
-
-class UnknownAdapter(UnknownModel):
-    """The model that is served has no such adapter.
-
-    Args:
-        name: that was asked for.
-        known: those there are.
-    """
-
-    def __init__(self, name: str, known: Collection[str]) -> None:
-        there = f"only {', '.join(map(repr, sorted(known)))}" if known else "none at all"
-        super().__init__(f"adapter {name[:80]!r} is not served, {there}")
-        self.adapter = name
+    """No such model, or adapter of it, is served here."""
 
 
 class UnknownRequest(VorrangError):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import UnknownAdapter
+from engine.errors import UnknownModel
 from engine.events import Delta, Finished, Preempted
 from engine.loop import Engine
 from engine.models.errors import InvalidAdapter, UnsupportedAdapter
@@ -218,9 +218,9 @@ async def test_a_prefix_is_found_again_under_the_same_adapter_alone(llama):
 
 @pytest.mark.asyncio
 async def test_an_unknown_adapter_is_refused_with_the_names_of_the_known(llama):
-    with pytest.raises(UnknownAdapter, match=r"adapter 'third' is not served, only 'first', 'second'"):
+    with pytest.raises(UnknownModel, match=r"adapter 'third' is not served, only 'first', 'second'"):
         await generate(llama.load(), spec("a", prompt(4), 0, "third"))
-    with pytest.raises(UnknownAdapter, match="none at all"):
+    with pytest.raises(UnknownModel, match="none at all"):
         await generate(llama.load(adapters=None), spec("a", prompt(4), 0, "first"))
 
 
