@@ -59,7 +59,7 @@ class MalformedFrame(InvalidRequest):
 
 
 class UnknownModel(VorrangError):
-    """No such model is served here."""
+    """No such model, or adapter of it, is served here."""
 
 
 class UnknownRequest(VorrangError):

@@ -18,7 +18,14 @@ from dataclasses import dataclass
 import structlog
 
 from engine.clock import Clock, MonotonicClock
-from engine.errors import Draining, InternalError, SlowConsumer, Unimplemented, VorrangError
+from engine.errors import (
+    Draining,
+    InternalError,
+    SlowConsumer,
+    Unimplemented,
+    UnknownModel,
+    VorrangError,
+)
 from engine.events import (
     Delta,
     Failed,
@@ -241,11 +248,16 @@ class Engine:
 
         Raises:
             Draining: no new requests are taken.
+            UnknownModel: the model has no adapter of that name.
             EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, TenantQuotaExceeded, InvalidRequest:
                 see ``Scheduler.submit``.
         """
         if self._draining:
             raise Draining
+        if spec.adapter and spec.adapter not in self.info.adapters:
+            known = ", ".join(map(repr, sorted(self.info.adapters)))
+            there = f"only {known}" if known else "none at all"
+            raise UnknownModel(f"adapter {spec.adapter[:80]!r} is not served, {there}")
         assert spec.request_id not in self._live
         now = self._clock.now()
         displaced = self._scheduler.submit(spec, now)

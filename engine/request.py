@@ -64,6 +64,7 @@ class RequestSpec:
         queue_deadline: time of the engine's clock at which it ends if it never got a seat.
         total_deadline: time of the engine's clock at which it ends whatever it has.
         label: free text for logs.
+        adapter: name of the adapter it is computed with; empty = none.
         family: shared by the outputs of one prompt, the id of the first; empty for an only one.
     """
 
@@ -78,6 +79,12 @@ class RequestSpec:
     total_deadline: float | None = None
     label: str = ""
     family: str = ""
+    adapter: str = ""
+
+    @property
+    def prefix_salt(self) -> str:
+        """Prefixes are shared only inside it: KV of one adapter is not that of another."""
+        return f"{self.cache_salt}\0{self.adapter}" if self.adapter else self.cache_salt
 
     @property
     def shares_prompt(self) -> bool:
@@ -140,7 +147,7 @@ class Request:
     """
 
     __slots__ = (
-        "__weakref__", "_phase_since", "arrival_seq", "block_hashes", "block_table", "cache_rank",
+        "__weakref__", "_phase_since", "adapter", "arrival_seq", "block_hashes", "block_table", "cache_rank",
         "cache_salt", "draft_token_ids", "ending_token_ids", "has_started", "holds_all", "idle_since",
         "in_reserve", "is_starved", "level", "num_accepted_tokens", "num_bypassed", "num_cached_tokens",
         "num_computed_tokens", "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses",
@@ -153,7 +160,8 @@ class Request:
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
         self.spec = spec
         self.request_id = spec.request_id
-        self.cache_salt = spec.cache_salt
+        self.cache_salt = spec.prefix_salt
+        self.adapter = spec.adapter
         self.level = spec.level
         self.arrival_seq = arrival_seq
         self.status = RequestStatus.WAITING

@@ -129,6 +129,12 @@ Revision = Annotated[
 Offline = Annotated[
     bool | None, typer.Option("--offline", help="Do not ask the hub.", rich_help_panel=_MODEL)
 ]
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter", metavar="NAME=FOLDER", help="A LoRA adapter; may be repeated.", rich_help_panel=_MODEL
+    ),
+]
 ModelName = Annotated[str | None, typer.Option(help="Name under which it is served.", rich_help_panel=_MODEL)]
 RunnerOption = Annotated[
     RunnerName | None,
@@ -196,6 +202,7 @@ def serve(
     revision: Revision = None,
     offline: Offline = None,
     model_name: ModelName = None,
+    adapter: Adapters = None,
     runner: RunnerOption = None,
     pipeline_depth: PipelineDepth = None,
     speculation_tokens: Speculation = None,
@@ -232,6 +239,7 @@ def serve(
             "model.revision": revision,
             "model.offline": offline,
             "model.name": model_name,
+            "model.adapters": _adapters(adapter or ()),
             "model.weights": weights and weights.value,
             "engine.runner": runner and runner.value,
             "engine.pipeline_depth": pipeline_depth,
@@ -362,6 +370,19 @@ def _load_settings(config: Path | None, cli: dict[str, Any]) -> "Loaded":
         return load(config, cli)
     except SettingsError as error:
         _fail(str(error))
+
+
+def _adapters(pairs: Sequence[str]) -> dict[str, str] | None:
+    """Folders by name; None where none is given."""
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, equals, folder = pair.partition("=")
+        if not (name and equals and folder):
+            _fail(f"--adapter must be NAME=FOLDER, got {pair!r}")
+        if name in found:
+            _fail(f"--adapter must name each adapter once, got {name!r} twice")
+        found[name] = folder
+    return found or None
 
 
 def _fail(message: str, code: int = 2) -> NoReturn:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from google.protobuf.duration_pb2 import Duration
 
 from engine import events as ev
-from engine.errors import InvalidRequest, Unimplemented, UnknownModel
+from engine.errors import InvalidRequest, UnknownModel
 from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
@@ -68,6 +68,7 @@ class Draft:
         total_deadline: time of the engine's clock at which it ends whatever it has.
         num_outputs: how many outputs are wanted.
         bad_words: words that must not be said, to be banned as ids once they are tokenised.
+        adapter: name of an adapter; empty = none.
     """
 
     tokenize: Callable[[], Iterable[int]]
@@ -81,6 +82,7 @@ class Draft:
     total_deadline: float | None
     num_outputs: int = 1
     bad_words: tuple[str, ...] = ()
+    adapter: str = ""
 
 
 def draft_of(
@@ -107,7 +109,6 @@ def draft_of(
         Unimplemented: a field that this version does not support has a value.
         UnknownModel: it names a model that is not served.
     """
-    _refuse_unsupported(spec)
     if spec.model and spec.model != info.name:
         raise UnknownModel(f"no model {spec.model[:80]!r} is served, only {info.name!r}")
     size = len(spec.label.encode())
@@ -131,6 +132,7 @@ def draft_of(
         total_deadline=None if total_s is None else now + total_s,
         num_outputs=num_outputs_of(spec, sampling),
         bad_words=bad_words_of(spec.sampling),
+        adapter=spec.adapter,
     )
 
 
@@ -183,6 +185,7 @@ def request_spec(
         queue_deadline=draft.queue_deadline,
         total_deadline=min(deadlines, default=None),
         label=draft.label,
+        adapter=draft.adapter,
     )
 
 
@@ -226,11 +229,6 @@ def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Cal
             )
         case _:
             raise InvalidRequest("prompt", "must be text, tokens or chat", None)
-
-
-def _refuse_unsupported(spec: types.GenerationSpec) -> None:
-    if spec.adapter:
-        raise Unimplemented("adapter")
 
 
 def fill_event(

@@ -183,6 +183,7 @@ class GenerationService:
             eos_token_ids=sorted(info.eos_token_ids),
             limits=self._backend.limits(),
             architecture=info.architecture,
+            adapters=info.adapters,
         )
 
     async def _start(

@@ -66,7 +66,9 @@ async def _process(settings: Settings) -> Loaded:
 def _inline(settings: Settings) -> Loaded:
     if settings.model.path == SCRIPTED:
         source = _scripted(settings)
-        runner = ScriptedRunner(source.num_blocks, source.block_size, source.context_tokens, source.step_s)
+        runner = ScriptedRunner(
+            source.num_blocks, source.block_size, source.context_tokens, source.step_s, source.adapters
+        )
         return Loaded(runner, ScriptedTokenizer())
     from engine.models import registry
 
@@ -96,6 +98,7 @@ def _scripted(settings: Settings) -> ScriptedSource:
         block_size=settings.kv.block_size,
         context_tokens=settings.scheduler.max_context_tokens,
         step_s=settings.engine.scripted_step_s,
+        adapters=tuple(settings.model.adapters),
     )
 
 
@@ -105,6 +108,7 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "model": settings.model.path,
         "revision": settings.model.revision,
         "offline": settings.model.offline,
+        "adapters": {name: str(folder) for name, folder in settings.model.adapters.items()},
         "num_threads": settings.engine.threads,
         "kv_bytes": settings.kv.bytes,
         "num_blocks": settings.kv.num_blocks,

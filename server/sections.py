@@ -13,6 +13,8 @@ ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):[0-9]{1,5}$"
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 TenantName = Annotated[str, StringConstraints(pattern=TENANT_NAME)]
+#: Names of adapters; a dot would be a setting inside a setting.
+AdapterName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]
 #: What ``vorrangctl auth hash-token`` prints.
 TokenHash = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 

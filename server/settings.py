@@ -33,6 +33,7 @@ from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.order import policy_named
 from server.sections import (
     ADDRESS,
+    AdapterName,
     AdmissionSection,
     ControlSection,
     HealthSection,
@@ -130,6 +131,7 @@ class ModelSection(BaseModel):
         offline: serve a hub's model only as it was downloaded before.
         name: name under which it is served; None = its own.
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint.
+        adapters: folders of LoRA adapters in PEFT's format, by the name under which requests ask for them.
     """
 
     model_config = _FROZEN
@@ -139,6 +141,7 @@ class ModelSection(BaseModel):
     offline: bool = False
     name: str | None = Field(default=None, min_length=1, max_length=128)
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
+    adapters: dict[AdapterName, Path] = Field(default_factory=dict)
 
 
 class KvSection(BaseModel):

@@ -96,6 +96,11 @@ func WithPriority(priority Priority) RequestOption {
 	return func(s *requestSettings) { s.spec.Priority = priority.wire() }
 }
 
+// WithAdapter chooses a LoRA adapter by name, one of those that [Client.Model] lists.
+func WithAdapter(name string) RequestOption {
+	return func(s *requestSettings) { s.spec.Adapter = name }
+}
+
 // WithQueueTimeout bounds the wait for the first computation; then the request ends with [FinishTimeLimit].
 func WithQueueTimeout(timeout time.Duration) RequestOption {
 	return func(s *requestSettings) { s.spec.QueueTimeout = durationpb.New(timeout) }

@@ -48,16 +48,17 @@ func TestARequestArrivesAsItWasAsked(t *testing.T) {
 		},
 		vorrang.WithRequestID("an id"), vorrang.WithPriority(vorrang.Batch), vorrang.WithCredit(7),
 		vorrang.WithQueueTimeout(time.Second), vorrang.WithTotalTimeout(time.Minute),
-		vorrang.WithMaxTokens(9), vorrang.WithTemperature(0),
-		vorrang.WithSpec(func(spec *vorrangv1.GenerationSpec) { spec.Adapter = "an adapter" }))
+		vorrang.WithMaxTokens(9), vorrang.WithTemperature(0.5), vorrang.WithAdapter("an adapter"),
+		vorrang.WithSpec(func(spec *vorrangv1.GenerationSpec) { spec.NumOutputs = proto.Uint32(2) }))
 	want := &vorrangv1.StartCommand{RequestId: "an id", Spec: &vorrangv1.GenerationSpec{
 		Prompt: &vorrangv1.Prompt{Value: &vorrangv1.Prompt_Chat{Chat: &vorrangv1.ChatPrompt{
 			Messages: []*vorrangv1.ChatMessage{{Role: "system", Content: "be brief"}, {Role: "user", Content: "hello"}}}}},
 		Sampling: &vorrangv1.SamplingParams{
-			TopK: proto.Uint32(40), MaxTokens: proto.Uint32(9), Temperature: proto.Float32(0)},
+			TopK: proto.Uint32(40), MaxTokens: proto.Uint32(9), Temperature: proto.Float32(0.5)},
 		Priority:     &vorrangv1.Priority{Value: &vorrangv1.Priority_ClassName{ClassName: "batch"}},
 		QueueTimeout: durationpb.New(time.Second), TotalTimeout: durationpb.New(time.Minute),
 		CreditTokens: proto.Uint32(7), Label: "a label", Model: "a model", Adapter: "an adapter",
+		NumOutputs: proto.Uint32(2),
 	}}
 	if !proto.Equal(got, want) {
 		t.Errorf("got %v, want %v", got, want)

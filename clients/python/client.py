@@ -263,6 +263,7 @@ class VorrangClient:
             has_chat_template=response.has_chat_template,
             eos_token_ids=tuple(response.eos_token_ids),
             architecture=response.architecture,
+            adapters=tuple(response.adapters),
             limits=decode_limits(response.limits),
         )
 

@@ -293,6 +293,7 @@ class Model:
     eos_token_ids: tuple[int, ...]
     architecture: str
     limits: Limits
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ class RequestOptions(SamplingOptions, total=False):
     partial output stands. ``credit_tokens`` are the output tokens a request in a
     session may be ahead of its reader; None = the session's. ``label`` is free text
     for the server's logs. ``n`` is the number of outputs (``Result.outputs``).
+    ``adapter`` is the name of a LoRA adapter of the model.
 
     The output must match one of ``json_schema`` (JSON, or what ``json.dumps`` makes JSON of),
     ``regex``, ``ebnf`` and ``choice`` (the answers), where one is given.
@@ -67,6 +68,7 @@ class RequestOptions(SamplingOptions, total=False):
     regex: str
     ebnf: str
     choice: Sequence[str]
+    adapter: str
 
 
 #: What the names of classes stand for.
@@ -146,6 +148,7 @@ def encode_spec(prompt: str | None, options: RequestOptions) -> types_pb2.Genera
         sampling=_encode_sampling(options),
         label=options.get("label", ""),
         model=options.get("model", ""),
+        adapter=options.get("adapter", ""),
     )
     priority = options.get("priority")
     if priority is not None:

@@ -45,7 +45,7 @@ _LEFT_OUT = {
 }  # fmt: skip
 #: Written only where they say something: logs without them are read, and replayed, as they always were.
 _OPTIONAL: Mapping[str, object] = {
-    "family": "", "prompt_logprobs": None, "num_output_tokens": None, "speculation_tokens": 0,
+    "family": "", "adapter": "", "prompt_logprobs": None, "num_output_tokens": None, "speculation_tokens": 0,
     "speculation_max_running": 8, "drafted_tokens": 0, "accepted_tokens": 0,
 }  # fmt: skip
 _FIELDS: Mapping[type, tuple[str, ...]] = {

@@ -4,14 +4,15 @@ One class computes every step of every family. It calls ``kernels.ops`` and neve
 implementation runs; it knows nothing of requests, sampling or scheduling.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-from engine.models import layers
+from engine.models import layers, lora
 from engine.models.config import DecoderConfig
+from engine.models.lora import Adapter, AdapterRows
 from engine.models.rotary import rope_table
 from engine.models.sharding import Alone, Peers
 from kernels import ops
@@ -63,7 +64,12 @@ class StepDecoder(Protocol):
         ...
 
     def forward(
-        self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        token_ids: Tensor,
+        inputs: AttentionInputs,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        adapters: Sequence[AdapterRows] = (),
     ) -> Tensor:
         """See ``Decoder.forward``."""
         ...
@@ -84,18 +90,27 @@ class Decoder:
         weights: on one device, packed by the active kernels.
         num_positions: positions to prepare, at most the longest context that will be served.
         peers: the other ranks.
+        adapters: by name; only a single rank can have any.
 
     Attributes:
         peers: likewise.
+        adapters: likewise.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: DecoderWeights, num_positions: int, peers: Peers | None = None
+        self,
+        config: DecoderConfig,
+        weights: DecoderWeights,
+        num_positions: int,
+        peers: Peers | None = None,
+        adapters: Mapping[str, Adapter] | None = None,
     ) -> None:
         self.config = config = config.within(num_positions)
         self.peers: Peers = Alone() if peers is None else peers
         self._vocabulary = self.peers.shard.part(config.vocab_size)
         self.weights = weights
+        self.adapters: Mapping[str, Adapter] = adapters or {}
+        assert not self.adapters or self.peers.shard.size == 1
         self.num_positions = num_positions
         device = weights.norm.device
         self._rope = rope_table(config.rope, config.head_dim, num_positions).to(device)
@@ -118,7 +133,12 @@ class Decoder:
             )
 
     def forward(
-        self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        token_ids: Tensor,
+        inputs: AttentionInputs,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        adapters: Sequence[AdapterRows] = (),
     ) -> Tensor:
         """Compute the step's tokens and store their KV.
 
@@ -127,23 +147,27 @@ class Decoder:
             inputs: where the tokens are.
             keys: the KV pool's keys, one tensor a layer.
             values: likewise.
+            adapters: which tokens are computed with which adapter; those of none are left out.
 
         Returns:
             The residual stream after the last layer, ``[T, hidden]``, not yet normed.
         """
         residual = self._embed(token_ids)
-        if self._run_layers is not None:
+        if self._run_layers is not None and not adapters:
             return self._run_layers(residual, inputs, keys, values)
         config = self.config
         branch: Tensor | None = None
         for index, layer in enumerate(self.weights.layers):
             window = config.window(index)
             rope = self._rope if window is None else self._local_rope
+            added = lora.of_layer(self.adapters, adapters, index)
             x, residual = self._entered(branch, residual, layer.attention_norm)
-            mixed = layers.attention(x, layer, config, inputs, rope, keys[index], values[index], window)
+            mixed = layers.attention(
+                x, layer, config, inputs, rope, keys[index], values[index], window, added
+            )
             branch = self._branch(mixed, layer.attention_post_norm)
             x, residual = self._entered(branch, residual, layer.mlp_norm)
-            branch = self._branch(layers.mlp(x, layer, config.activation), layer.mlp_post_norm)
+            branch = self._branch(layers.mlp(x, layer, config.activation, added), layer.mlp_post_norm)
         assert branch is not None
         return residual.add_(branch)
 

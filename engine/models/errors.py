@@ -42,5 +42,34 @@ class InvalidCheckpoint(ModelLoadError):
     """A file of the model is missing, damaged, or does not match its configuration."""
 
 
+class InvalidAdapter(ModelLoadError):
+    """An adapter's file is missing, damaged, or does not match the model.
+
+    Args:
+        name: of the adapter.
+        folder: where it was to be.
+        cause: in words.
+    """
+
+    def __init__(self, name: str, folder: str, cause: str) -> None:
+        super().__init__(f"model.adapters.{name} can't be used, from {folder}: {cause}")
+        self.name = name
+
+
+class UnsupportedAdapter(ModelLoadError):
+    """An adapter is well-formed, but of a kind this version cannot compute, or not here.
+
+    Args:
+        name: of the adapter.
+        field: what of its configuration, or of the server's, says so.
+        supported: what is supported there.
+        value: what it holds.
+    """
+
+    def __init__(self, name: str, field: str, supported: str, value: object) -> None:
+        super().__init__(f"model.adapters.{name}: {field} must be {supported} in this version, got {value!r}")
+        self.name, self.field, self.value = name, field, value
+
+
 class CacheUnusable(ModelLoadError):
     """The folder for converted models cannot be written."""

@@ -1,9 +1,13 @@
 """The parts of a decoder layer, on ``kernels.ops``. Which implementation runs is not known here."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from engine.models import lora
 from engine.models.config import Activation, DecoderConfig
+from engine.models.lora import LayerRows
 from kernels import ops
 from kernels.ops import AttentionInputs, ExpertWeights, LayerWeights, Projection
 
@@ -17,6 +21,7 @@ def attention(
     k_cache: Tensor,
     v_cache: Tensor,
     window: int | None = None,
+    adapters: Sequence[LayerRows] = (),
 ) -> Tensor:
     """Self-attention of one layer, ``[T, hidden]`` to ``[T, hidden]``; stores the tokens' KV.
 
@@ -29,8 +34,9 @@ def attention(
         k_cache: the layer's keys.
         v_cache: the layer's values.
         window: tokens a query sees, itself included; None = all.
+        adapters: what is added to which rows.
     """
-    qkv = ops.linear(x, weights.qkv.weight, weights.qkv.bias).view(x.shape[0], -1, config.head_dim)
+    qkv = lora.linear(x, weights.qkv, "qkv", adapters).view(x.shape[0], -1, config.head_dim)
     if weights.q_norm is not None and weights.k_norm is not None:
         q_end, k_end = config.num_q_heads, config.num_q_heads + config.num_kv_heads
         _norm_heads(qkv[:, :q_end], weights.q_norm, config.norm_eps)
@@ -47,8 +53,7 @@ def attention(
         window,
         config.attention_softcap,
     )
-    out = weights.attention_out
-    return ops.linear(mixed.view(x.shape[0], -1), out.weight, out.bias)
+    return lora.linear(mixed.view(x.shape[0], -1), weights.attention_out, "attention_out", adapters)
 
 
 def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
@@ -60,22 +65,33 @@ def _norm_heads(heads: Tensor, weight: Tensor, eps: float) -> None:
     heads.copy_(rows.view(heads.shape))
 
 
-def mlp(x: Tensor, weights: LayerWeights, activation: Activation = "silu") -> Tensor:
+def mlp(
+    x: Tensor,
+    weights: LayerWeights,
+    activation: Activation = "silu",
+    adapters: Sequence[LayerRows] = (),
+) -> Tensor:
     """Gated MLP of one layer, or its mixture of experts: ``[T, hidden]`` to ``[T, hidden]``."""
     if weights.experts is not None:
         return experts(x, weights.experts, activation)
     assert weights.gate_up is not None
     assert weights.down is not None
-    return _gated(x, weights.gate_up, weights.down, activation)
+    return _gated(x, weights.gate_up, weights.down, activation, adapters)
 
 
-def _gated(x: Tensor, gate_up: Projection, down: Projection, activation: Activation) -> Tensor:
-    both = ops.linear(x, gate_up.weight, gate_up.bias)
+def _gated(
+    x: Tensor,
+    gate_up: Projection,
+    down: Projection,
+    activation: Activation,
+    adapters: Sequence[LayerRows] = (),
+) -> Tensor:
+    both = lora.linear(x, gate_up, "gate_up", adapters)
     if activation == "silu":
         product = ops.silu_mul(both)
     else:
         product = ops.gelu_mul(both, tanh=activation == "gelu_tanh")
-    return ops.linear(product, down.weight, down.bias)
+    return lora.linear(product, down, "down", adapters)
 
 
 def experts(x: Tensor, weights: ExpertWeights, activation: Activation) -> Tensor:

@@ -41,7 +41,7 @@ def load_weights(
             unknown or of another shape than the configuration says.
     """
     source = TensorSource(folder, weight_type, torch.device(device))
-    parts = _Parts(config, shard)
+    parts = Parts(config, shard)
     with progress("Loading weights", source.num_bytes) as source.advance:
         embedding = source.matrix("model.embed_tokens.weight", parts.vocabulary)
         if config.tie_embeddings:
@@ -55,7 +55,7 @@ def load_weights(
     return DecoderWeights(embedding, decoder_layers, norm, lm_head)
 
 
-class _Parts:
+class Parts:
     """What one rank takes of each matrix: rows where its results are its own, columns where they are summed.
 
     A bias that is summed belongs to rank 0, or it would be added by every rank.
@@ -119,7 +119,7 @@ class _Parts:
         return (firsts.unsqueeze(1) + self.order).flatten()
 
 
-def _layer(source: TensorSource, index: int, config: DecoderConfig, parts: _Parts) -> LayerWeights:
+def _layer(source: TensorSource, index: int, config: DecoderConfig, parts: Parts) -> LayerWeights:
     name, names = f"model.layers.{index}.", config.names
     has_experts = config.has_experts(index)
 
@@ -169,7 +169,7 @@ def _mlp(
     down: str,
     intermediate: int,
     config: DecoderConfig,
-    parts: _Parts,
+    parts: Parts,
 ) -> tuple[Projection, Projection]:
     bias = config.mlp_bias
     return (
@@ -178,7 +178,7 @@ def _mlp(
     )
 
 
-def _experts(source: TensorSource, name: str, config: DecoderConfig, parts: _Parts) -> ExpertWeights:
+def _experts(source: TensorSource, name: str, config: DecoderConfig, parts: Parts) -> ExpertWeights:
     """Every rank has its columns of every expert, and the whole router."""
     moe, names = config.moe, config.names
     assert moe is not None

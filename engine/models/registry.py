@@ -8,6 +8,7 @@ has no other.
 import dataclasses
 import importlib.util
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, TypedDict, Unpack
 import structlog
 
 from engine.models.config import DecoderConfig
-from engine.models.errors import ModelNotFound, UnsupportedModel
+from engine.models.errors import ModelNotFound, UnsupportedAdapter, UnsupportedModel
 from engine.models.families import FAMILIES
 from engine.models.hub import HubModel
 from engine.runner.base import ModelInfo
@@ -74,6 +75,7 @@ class LoadOptions(TypedDict, total=False):
     cache_dir: Path | None
     revision: str | None
     offline: bool
+    adapters: Mapping[str, str]
     num_threads: int | None
     kv_bytes: int | None
     num_blocks: int | None
@@ -186,6 +188,7 @@ def load_model(
     cache_dir: Path | None = None,
     revision: str | None = None,
     offline: bool = False,
+    adapters: Mapping[str, str] | None = None,
     num_threads: int | None = None,
     kv_bytes: int | None = None,
     num_blocks: int | None = None,
@@ -211,6 +214,7 @@ def load_model(
         cache_dir: for converted models; None for ``default_cache_dir()``.
         revision: branch, tag or commit on the hub; None = its default.
         offline: do not ask the hub.
+        adapters: folders of LoRA adapters in PEFT's format, by name.
         num_threads: threads of one operation; None leaves torch's choice.
         kv_bytes: size of the KV pool; None for half of the free memory, at most 4 GiB.
         num_blocks: size of the KV pool in blocks; wins over ``kv_bytes``.
@@ -233,7 +237,7 @@ def load_model(
     Raises:
         CpuKernelsUnavailable: ``kernels`` is ``cpu``, and this machine can't build or run it.
         NotBatchInvariant: ``batch_invariant``, and the kernels can't be.
-        ModelLoadError: the model cannot be found, read, or computed by this version.
+        ModelLoadError: the model, or an adapter, cannot be found, read, or computed by this version.
         PoolAllocationError: the KV pool does not fit.
     """
     name, folder = find_model(model, cache_dir=cache_dir, revision=revision, offline=offline)
@@ -252,11 +256,14 @@ def load_model(
     if kernels == implementations.AUTO and chosen == "reference":
         log.warning("kernels.slow", kernels=chosen, reason=reason)
     found = device_for(device, chosen)
+    if adapters:
+        _check_adapters(min(adapters), config, found, tensor_parallel)
+        info = dataclasses.replace(info, adapters=tuple(adapters))
     if found == "cpu" and tensor_parallel == 1:
         if batch_invariant and not isinstance(config, DecoderConfig):
             raise ops.NotBatchInvariant("transformers' modules and")
         step_model, weight_type = _on_cpu(
-            info, folder, config, weights, num_threads, kv_bytes, num_blocks, block_size
+            info, folder, config, weights, adapters or {}, num_threads, kv_bytes, num_blocks, block_size
         )
     elif not isinstance(config, DecoderConfig):
         where = "on a card" if found != "cpu" else "for several ranks"
@@ -287,6 +294,22 @@ def load_model(
     return LoadedStepModel(step_model.info, step_model, folder, kernels_chosen)
 
 
+def _check_adapters(
+    name: str, config: "DecoderConfig | TransformersConfig", device: str, tensor_parallel: int
+) -> None:
+    """Adapters are computed by our decoder, on a CPU, in one process.
+
+    Raises:
+        UnsupportedAdapter: it is another one; ``name`` is one of them.
+    """
+    if not isinstance(config, DecoderConfig):
+        raise UnsupportedAdapter(name, "model architecture", " or ".join(FAMILIES), config.architecture)
+    if device != "cpu":
+        raise UnsupportedAdapter(name, "engine.device", "cpu", device)
+    if tensor_parallel > 1:
+        raise UnsupportedAdapter(name, "engine.tensor_parallel", "1", tensor_parallel)
+
+
 def _config(folder: Path) -> "DecoderConfig | TransformersConfig":
     """Of our decoder, or of transformers' own modules where ours can't compute the model."""
     try:
@@ -307,6 +330,7 @@ def _on_cpu(
     folder: Path,
     config: "DecoderConfig | TransformersConfig",
     weights: "WeightType | Auto",
+    adapters: Mapping[str, str],
     num_threads: int | None,
     kv_bytes: int | None,
     num_blocks: int | None,
@@ -315,6 +339,7 @@ def _on_cpu(
     """The whole model in this process, and how its matrices are kept."""
     import torch
 
+    from engine.models.adapters import load_adapters
     from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
     from engine.models.transformers_decoder import TransformersDecoder
@@ -325,7 +350,12 @@ def _on_cpu(
 
     decoder: StepDecoder
     if isinstance(config, DecoderConfig):
-        decoder = own = Decoder(config, load_weights(folder, config, weights), info.context_tokens)
+        read = load_adapters(adapters, config)  # first: they are small, and soon known to be damaged
+        decoder = own = Decoder(
+            config, load_weights(folder, config, weights), info.context_tokens, adapters=read
+        )
+        for adapter in read.values():
+            log.info("model.adapter_loaded", adapter=adapter.name, rank=adapter.rank, bytes=adapter.num_bytes)
         modules, weight_type = "own decoder", str(own.weights.layers[0].qkv.weight.weight_type)
     else:
         decoder = other = TransformersDecoder(folder, config, weights, info.context_tokens)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from engine.models.config import eos_token_ids
 from engine.models.errors import InvalidCheckpoint, UnsupportedModel
+from engine.models.lora import AdapterRows
 from engine.models.sharding import Alone, Peers
 from engine.models.values import read_json
 from kernels import ops
@@ -131,13 +132,19 @@ class TransformersDecoder:
             self._try(trial[0], wanted)
 
     def forward(
-        self, token_ids: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
+        self,
+        token_ids: Tensor,
+        inputs: AttentionInputs,
+        keys: Sequence[Tensor],
+        values: Sequence[Tensor],
+        adapters: Sequence[AdapterRows] = (),
     ) -> Tensor:
-        """Compute the step's tokens and store their KV; see ``Decoder.forward``.
+        """Compute the step's tokens and store their KV; see ``Decoder.forward``. It has no adapters.
 
         Returns:
             ``[T, hidden]``, normed already where the model does so.
         """
+        assert not adapters
         return self._layers.states(token_ids, inputs.positions, _Step(inputs, keys, values))
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:

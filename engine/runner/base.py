@@ -25,6 +25,7 @@ class ModelInfo:
         context_tokens: longest prompt + output.
         eos_token_ids: ids that end an output.
         computed_by: kernels, weights and threads, in words; empty where there is nothing to say.
+        adapters: names of the adapters that requests may ask for.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelInfo:
     context_tokens: int
     eos_token_ids: frozenset[int]
     computed_by: str = ""
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

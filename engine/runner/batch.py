@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from engine.errors import VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
+from engine.models.lora import AdapterRows
 from engine.request import RequestId
 from engine.runner.choices import GrammarSource, LastTokens, choices_of, completed
 from engine.sampling import Needs
@@ -60,6 +61,7 @@ class Batch:
         scored: whose prompts are scored, in order.
         score_rows: ``[N]`` int64, the tokens whose logits score the next one.
         score_ids: ``[N]`` int64, those next ones.
+        adapters: which tokens are computed with which adapter.
     """
 
     request_ids: tuple[RequestId, ...]
@@ -75,6 +77,7 @@ class Batch:
     scored: tuple[Scored, ...] = ()
     score_rows: torch.Tensor = _NO_ROWS
     score_ids: torch.Tensor = _NO_ROWS
+    adapters: tuple[AdapterRows, ...] = ()
 
     def result(
         self,
@@ -158,6 +161,20 @@ def build_batch(
         scored=scored,
         score_rows=score_rows,
         score_ids=score_ids,
+        adapters=_adapters(grants, owners),
+    )
+
+
+def _adapters(grants: Sequence[Grant], owners: Int64Array) -> tuple[AdapterRows, ...]:
+    """The rows of each adapter; ``owners`` is ``[T]``, whose row it is."""
+    names = [grant.request.adapter for grant in grants]
+    if not any(names):
+        return ()
+    of_row = np.array(names)[owners]
+    return tuple(
+        AdapterRows(name, torch.from_numpy(np.flatnonzero(of_row == name)))
+        for name in dict.fromkeys(names)
+        if name
     )
 
 

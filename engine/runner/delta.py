@@ -26,8 +26,8 @@ SWEEP_PLANS = 64
 #: Stands in for a token that was never sampled, because its step or its row failed. Any id will do.
 ANY_TOKEN_ID = 0
 
-#: key, id, parameters, ending ids, tokens of the prompt
-Introduction = tuple[int, RequestId, SamplingParams, frozenset[int], int]
+#: key, id, parameters, ending ids, tokens of the prompt, adapter
+Introduction = tuple[int, RequestId, SamplingParams, frozenset[int], int, str]
 #: key, start, num_tokens, output_index, tokens to append, blocks that stay, blocks that follow them, drafts
 Row = tuple[int, int, int, int | None, Sequence[int], int, Sequence[int], Sequence[int]]
 #: step, keys to forget, introductions, rows in the order of the grants
@@ -80,6 +80,7 @@ class PlanEncoder:
                         request.sampling,
                         request.ending_token_ids,
                         request.num_prompt_tokens,
+                        request.adapter,
                     )
                 )
             told.plan = self._num_plans
@@ -103,8 +104,8 @@ class KnownRequest:
     """A request as the far end knows it: a ``Granted``."""
 
     __slots__ = (
-        "__weakref__", "block_table", "draft_token_ids", "ending_token_ids", "num_prompt_tokens",
-        "request_id", "sampling", "token_ids",
+        "__weakref__", "adapter", "block_table", "draft_token_ids", "ending_token_ids",
+        "num_prompt_tokens", "request_id", "sampling", "token_ids",
     )  # fmt: skip
 
     #: The far end keeps no record of levels.
@@ -116,11 +117,13 @@ class KnownRequest:
         sampling: SamplingParams,
         ending_token_ids: frozenset[int],
         num_prompt_tokens: int,
+        adapter: str,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
         self.ending_token_ids = ending_token_ids
         self.num_prompt_tokens = num_prompt_tokens
+        self.adapter = adapter
         self.token_ids: list[int] = []
         self.draft_token_ids: Sequence[int] = ()
         self.block_table: list[int] = []
@@ -169,8 +172,8 @@ class PlanDecoder:
         known = self._known
         for key in gone:
             del known[key]
-        for key, request_id, sampling, ending_token_ids, num_prompt in introductions:
-            known[key] = KnownRequest(request_id, sampling, ending_token_ids, num_prompt)
+        for key, request_id, sampling, ending_token_ids, num_prompt, adapter in introductions:
+            known[key] = KnownRequest(request_id, sampling, ending_token_ids, num_prompt, adapter)
         grants: list[Grant] = []
         for key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts in rows:
             request = known[key]

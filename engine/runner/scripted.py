@@ -29,6 +29,11 @@ VOCAB_SIZE = 257
 _FIRST_PRINTABLE, _NUM_PRINTABLE = 32, 95
 
 
+def adapter_shift(adapter: str) -> int:
+    """What an adapter adds to every token id that is stored: the sum of its name's bytes; 0 without one."""
+    return sum(adapter.encode())
+
+
 def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
     """What the scripted model says after ``token_ids``: a printable ASCII byte.
 
@@ -38,11 +43,13 @@ def next_token(token_ids: Sequence[int], seed: int = 0) -> int:
     return _FIRST_PRINTABLE + (total + 7 * len(token_ids) + seed) % _NUM_PRINTABLE
 
 
-def expected_output(prompt_token_ids: Sequence[int], num_tokens: int, seed: int = 0) -> list[int]:
+def expected_output(
+    prompt_token_ids: Sequence[int], num_tokens: int, seed: int = 0, adapter: str = ""
+) -> list[int]:
     """The first ``num_tokens`` output tokens after a prompt, undisturbed."""
-    token_ids = list(prompt_token_ids)
+    token_ids, shift = list(prompt_token_ids), adapter_shift(adapter)
     for _ in range(num_tokens):
-        token_ids.append(next_token(token_ids, seed))
+        token_ids.append(next_token([token_id + shift for token_id in token_ids], seed))
     return token_ids[len(prompt_token_ids) :]
 
 
@@ -58,18 +65,28 @@ class ScriptedRunner:
     Of sampling parameters it knows ``seed``, ``logprobs`` and ``prompt_logprobs``; what would change
     logits means nothing where there are none. Under a grammar, of which it knows choices alone, it says
     the first allowed id from ``next_token`` on, going round after the last one.
+    An adapter shifts the ids that are stored.
 
     Args:
         num_blocks: size of the pool.
         block_size: tokens per block.
         context_tokens: longest prompt + output.
         step_s: time a step takes, in seconds; 0 = one turn of the event loop.
+        adapters: names of its adapters.
     """
 
     def __init__(
-        self, num_blocks: int = 256, block_size: int = 16, context_tokens: int = 2048, step_s: float = 0.0
+        self,
+        num_blocks: int = 256,
+        block_size: int = 16,
+        context_tokens: int = 2048,
+        step_s: float = 0.0,
+        adapters: Sequence[str] = (),
     ) -> None:
-        self._info = ModelInfo("scripted", "Scripted", VOCAB_SIZE, context_tokens, frozenset({EOS_TOKEN_ID}))
+        eos = frozenset({EOS_TOKEN_ID})
+        self._info = ModelInfo(
+            "scripted", "Scripted", VOCAB_SIZE, context_tokens, eos, adapters=tuple(adapters)
+        )
         self._pool = PoolShape(num_blocks, block_size)
         self._slots: list[int | None] = [None] * (num_blocks * block_size)
         self._step_s = step_s
@@ -170,8 +187,9 @@ class ScriptedRunner:
         token_ids = list(grant.token_ids)
         if len(token_ids) < grant.num_tokens:  # the step before has sampled it, unless that failed
             token_ids.append(before.get(grant.request_id, EOS_TOKEN_ID))
+        shift = adapter_shift(grant.request.adapter)
         for position, token_id in enumerate(token_ids, start=grant.start):
-            self._slots[self._slot(grant.block_table, position)] = token_id
+            self._slots[self._slot(grant.block_table, position)] = token_id + shift
 
     def _say(self, grant: Grant, num_later: int) -> tuple[int, bool]:
         """The token behind all but the last ``num_later`` of a grant; whether its grammar has no more.
@@ -188,7 +206,8 @@ class ScriptedRunner:
         if constraint is None:
             made = Constraint(request.sampling, request.ending_token_ids, self.grammars, VOCAB_SIZE)
             constraint = self._constraints[request] = made
-        output = read[request.num_prompt_tokens :]
+        shift = adapter_shift(request.adapter)
+        output = [token_id - shift for token_id in read[request.num_prompt_tokens :]]
         constraint.follow(output)
         if constraint.is_complete and output:
             return token_id, True  # it ended with the step before

@@ -59,6 +59,7 @@ class ScriptedSource:
     block_size: int = 16
     context_tokens: int = 2048
     step_s: float = 0.0
+    adapters: tuple[str, ...] = ()
 
     def load(self, pool: PoolShape | None) -> StepModel:
         """See ``ModelSource``."""
@@ -69,7 +70,9 @@ class ScriptedModel:
     """A ``StepModel`` that computes what ``ScriptedRunner`` does, and blocks its thread meanwhile."""
 
     def __init__(self, source: ScriptedSource) -> None:
-        self._runner = ScriptedRunner(source.num_blocks, source.block_size, source.context_tokens)
+        self._runner = ScriptedRunner(
+            source.num_blocks, source.block_size, source.context_tokens, adapters=source.adapters
+        )
         self._step_s = source.step_s
         self.grammars = self._runner.grammars
 

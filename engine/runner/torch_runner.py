@@ -100,7 +100,9 @@ class TorchModel:
         vocab_size = self._info.vocab_size
         strange = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
         token_ids = batch.token_ids.masked_fill(strange, 0)
-        hidden = self._decoder.forward(token_ids, batch.attention, self._kv.keys, self._kv.values)
+        hidden = self._decoder.forward(
+            token_ids, batch.attention, self._kv.keys, self._kv.values, batch.adapters
+        )
         failures: dict[RequestId, VorrangError] = {}
         broken = strange | ~hidden.sum(dim=-1).isfinite()
         if bool(broken.any()):

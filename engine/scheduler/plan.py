@@ -20,11 +20,13 @@ class Granted(Protocol):
         token_ids: prompt + output, append-only; it alone may get a token meanwhile, from the step before.
         draft_token_ids: guesses of what comes after them, granted in this step; empty but for decodes.
         num_prompt_tokens: how many of them are the prompt's.
+        adapter: name of the adapter it is computed with; empty = none.
     """
 
     token_ids: list[int]
     draft_token_ids: Sequence[int]
     num_prompt_tokens: int
+    adapter: str
 
     @property
     def request_id(self) -> RequestId:

@@ -12,12 +12,14 @@ from tests.support.server import running_server
 
 EXTERNAL = os.environ.get("VORRANG_TEST_TARGET")
 NUM_BLOCKS = 64
+#: The scripted model reads no folder.
+ADAPTERS = ("--adapter", "x=any", "--adapter", "y=any")
 
 
 @pytest.fixture(scope="module")  # gone before tests that count the children of their process
 def server_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("contract") / "log"
-    with server_process("--kv-blocks", str(NUM_BLOCKS), log=log) as server:
+    with server_process("--kv-blocks", str(NUM_BLOCKS), *ADAPTERS, log=log) as server:
         yield server.address
 
 
@@ -30,7 +32,9 @@ async def target(request: pytest.FixtureRequest) -> AsyncIterator[str]:
         case "process":
             yield request.getfixturevalue("server_of_its_own")
         case _:
-            async with running_server({"kv.num_blocks": NUM_BLOCKS}) as app:
+            async with running_server(
+                {"kv.num_blocks": NUM_BLOCKS, "model.adapters": {"x": "", "y": ""}}
+            ) as app:
                 yield app.address
 
 

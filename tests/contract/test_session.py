@@ -177,25 +177,6 @@ async def test_a_prompt_larger_than_the_pool_is_refused(channel: Any) -> None:
     assert reason_in(failed.status) == "POOL_EXCEEDED"
 
 
-UNIMPLEMENTED: dict[str, types.GenerationSpec] = {
-    "adapter": types.GenerationSpec(adapter="a"),
-}
-
-
-@pytest.mark.parametrize("field", UNIMPLEMENTED)
-async def test_what_is_not_there_yet_is_refused_by_name(channel: Any, field: str) -> None:
-    message = types.GenerationSpec()
-    message.CopyFrom(UNIMPLEMENTED[field])
-    message.prompt.text = "x"
-    async with open_session(channel) as session:
-        await session.start("bad", message)
-        failed = (await session.end_of("bad")).failed
-        await still_works(session)
-    assert failed.status.code == code_of(grpc.StatusCode.UNIMPLEMENTED)
-    assert reason_in(failed.status) == "UNIMPLEMENTED"
-    assert failed.status.message.startswith(f"{field} is not implemented")
-
-
 async def test_neutral_values_are_taken(channel: Any) -> None:
     neutral = spec(
         typical_p=1.0, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, max_tokens=2

@@ -128,6 +128,12 @@ def test_the_ready_line_says_what_is_served() -> None:
         (("serve", "--kv-blocks", "0"), "kv.num_blocks"),
         (("serve", "--model", "/no/such/model"), "/no/such/model"),
         (("serve", "--runner", "inline", "--model", "/no/such/model"), "/no/such/model"),
+        (("serve", "--adapter", "/folder"), "--adapter must be NAME=FOLDER, got '/folder'"),
+        (("serve", "--adapter", "a=/x", "--adapter", "a=/y"), "got 'a' twice"),
+        (
+            ("serve", "--runner", "inline", "--adapter", "a=/no/such"),
+            "model.adapters.a can't be used, from /no/such",
+        ),
         (("config", "show", "--config", "/nothing.toml"), "/nothing.toml"),
     ],
 )

@@ -78,6 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             optional={
                 "seed": st.integers(0, 3),
                 "cache_salt": st.just("b"),
+                "adapter": st.sampled_from("xy"),
                 "tenant": st.sampled_from("abc"),
                 "queue_in": st.integers(0, 30),
                 "total_in": st.integers(0, 40),

@@ -120,6 +120,7 @@ class Driver:
         salt, tenant = more.pop("cache_salt", ""), more.pop("tenant", "")
         queue_deadline, total_deadline = more.pop("queue_deadline", None), more.pop("total_deadline", None)
         eos, family = frozenset(more.pop("eos_token_ids", ())), more.pop("family", "")
+        adapter = more.pop("adapter", "")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=float("seed" in more), **more)
         spec = RequestSpec(
             request_id,
@@ -132,6 +133,7 @@ class Driver:
             queue_deadline,
             total_deadline,
             family=family,
+            adapter=adapter,
         )
         displaced = self.scheduler.submit(spec, self.now)
         oracle.check_displaced(self, spec, displaced)

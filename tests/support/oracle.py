@@ -77,16 +77,16 @@ def check_deadlines(driver: "Driver", plan: Plan) -> None:
 
 
 def check_cached(driver: "Driver", seen: Seen, num_tokens: int) -> None:
-    """A prefix is found only where somebody of the same salt had it."""
+    """A prefix is found only where somebody of the same salt and adapter had it."""
     assert num_tokens < len(seen.spec.prompt_token_ids)
     prefix = driver.texts[seen.spec.request_id].token_ids[:num_tokens]
-    salt = seen.spec.cache_salt
+    salt = seen.spec.cache_salt, seen.spec.adapter
     assert any(
         other is not seen
-        and other.spec.cache_salt == salt
+        and (other.spec.cache_salt, other.spec.adapter) == salt
         and driver.texts[other.spec.request_id].token_ids[:num_tokens] == prefix
         for other in driver.seen.values()
-    ), "a prefix was found that nobody of this salt had"
+    ), "a prefix was found that nobody of this salt and adapter had"
 
 
 # Rules 2, 3, 6 and 7

@@ -3,14 +3,15 @@
 The arithmetic is that of ``engine.runner.scripted``. That runner computes a token
 from what it reads back; this one knows the whole output beforehand and asserts that
 it reads back exactly the tokens before it, through the block table of the grant. A
-wrong table, a lost block or a missed recomputation fails in the step it happens in.
+wrong table, a lost block, a missed recomputation or KV of another adapter fails in the
+step it happens in.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from engine.request import RequestId
-from engine.runner.scripted import next_token
+from engine.runner.scripted import adapter_shift, next_token
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Plan, StepResult
 
@@ -78,8 +79,9 @@ class ReadBackRunner:
             if len(token_ids) < grant.num_tokens:
                 is_broken = grant.request_id in self._broken
                 token_ids.append(GARBAGE if is_broken else self._sampled[grant.request_id])
+            shift = adapter_shift(grant.request.adapter)
             for position, token_id in enumerate(token_ids, start=grant.start):
-                blocks[table[position // size]][position % size] = token_id
+                blocks[table[position // size]][position % size] = token_id + shift
         self._sampled = sampled = {}
         after_drafts: dict[RequestId, list[int]] = {}
         for grant in plan.grants:
@@ -92,6 +94,8 @@ class ReadBackRunner:
             read: list[int | None] = []
             for block in grant.block_table[: -(-(num_tokens + num_drafts) // size)]:
                 read += blocks[block]
+            if shift := adapter_shift(grant.request.adapter):
+                read = [None if token_id is None else token_id - shift for token_id in read]
             assert read[:num_tokens] == text.token_ids[:num_tokens], "KV read back is not what was known"
             assert grant.sampling is text.sampling
             if grant.output_index is not None:

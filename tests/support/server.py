@@ -50,7 +50,13 @@ async def running_server(
     values = {"server.listen": "127.0.0.1:0", "model.path": "scripted", "server.grace_s": 0.0}
     loaded = load(None, {**values, **(settings or {})}).settings
     model = Loaded(
-        runner or ScriptedRunner(loaded.kv.num_blocks or 64, 16, loaded.scheduler.max_context_tokens),
+        runner
+        or ScriptedRunner(
+            loaded.kv.num_blocks or 64,
+            16,
+            loaded.scheduler.max_context_tokens,
+            adapters=tuple(loaded.model.adapters),
+        ),
         tokenizer or ScriptedTokenizer(),
     )
     app = App(loaded, lambda: model, check_integrity=check_integrity)

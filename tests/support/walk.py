@@ -217,6 +217,8 @@ class Episode:
             more["seed"] = rng.randint(0, 3)
         if chance() < 0.2:
             more["cache_salt"] = "b"
+        if chance() < 0.2:
+            more["adapter"] = rng.choice("xy")
         if chance() < 0.5:
             more["tenant"] = rng.choice("abc")
         if chance() < 0.08:

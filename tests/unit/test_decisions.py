@@ -301,8 +301,9 @@ def test_the_log_covers_every_field_of_a_spec_and_of_the_configuration():
     log = read(f"{origin_line(Origin(config, 4, 2, False))}\n".encode())
     assert log.origin == Origin(config, 4, 2, False)
     spec = RequestSpec(
-        RequestId("a"), (5, 6), SamplingParams(seed=2**64 - 1), -7, frozenset({9, 1}), "s", "t", 1.25, 1e9
-    )
+        RequestId("a"), (5, 6), SamplingParams(seed=2**64 - 1), -7, frozenset({9, 1}), "s", "t", 1.25, 1e9,
+        adapter="x",
+    )  # fmt: skip
     text = f"{origin_line(log.origin)}\n{record_line(Record(Submitted(spec), 0.1))}\n"
     (line,) = read(text.encode())
     assert line.call == Submitted(spec)

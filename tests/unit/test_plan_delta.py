@@ -18,7 +18,8 @@ def seen(grant):
     return (
         grant.request_id, grant.start, grant.num_tokens, grant.output_index, list(grant.token_ids),
         list(grant.block_table[:num_blocks]), grant.sampling, grant.banned_token_ids,
-        grant.request.ending_token_ids, grant.request.token_ids[: grant.start + grant.num_tokens],
+        grant.request.ending_token_ids, grant.request.adapter,
+        grant.request.token_ids[: grant.start + grant.num_tokens],
     )  # fmt: skip
 
 
@@ -68,7 +69,7 @@ def test_any_plan_arrives_as_it_was_made(calls):
         match what:
             case "submit":
                 driver.submit(f"r{len(names)}", [which] * size, level=which % 3, min_tokens=which % 4,
-                              stop_token_ids=(which,), max_tokens=12)  # fmt: skip
+                              stop_token_ids=(which,), max_tokens=12, adapter="x" * (which % 2))  # fmt: skip
             case "step" if names:
                 for _ in range(which):
                     driver.step()

@@ -136,6 +136,20 @@ def test_what_cards_and_ranks_need_reaches_the_model() -> None:
     assert arguments.keys() <= inspect.signature(registry.load_model).parameters.keys()
 
 
+def test_adapters_of_file_environment_and_command_line_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "vorrang.toml"
+    file.write_text('[model.adapters]\na = "/file"\nb = "/file"\n')
+    monkeypatch.setenv("VORRANG_MODEL__ADAPTERS__B", "/env")
+    loaded = load(file, {"model.adapters": {"c": "/cli"}})
+    wanted = {"a": "/file", "b": "/env", "c": "/cli"}
+    assert model_arguments(loaded.settings)["adapters"] == wanted
+    assert loaded.origins["model.adapters.b"] == "env"
+    with pytest.raises(SettingsError, match=r"model\.adapters\.a b"):
+        load(None, {"model.adapters": {"a b": "/cli"}})
+
+
 @pytest.mark.parametrize(("setting", "value"), [("engine.runner", "inline"), ("model.path", "scripted")])
 def test_ranks_need_a_real_model_and_a_process_that_leads_them(setting: str, value: str) -> None:
     with pytest.raises(

@@ -2584,7 +2584,9 @@ type GetModelResponse struct {
 	// What this server accepts.
 	Limits *Limits `protobuf:"bytes,6,opt,name=limits,proto3" json:"limits,omitempty"`
 	// Architecture, as in the model's config: "LlamaForCausalLM", ...
-	Architecture  string `protobuf:"bytes,7,opt,name=architecture,proto3" json:"architecture,omitempty"`
+	Architecture string `protobuf:"bytes,7,opt,name=architecture,proto3" json:"architecture,omitempty"`
+	// Names of the LoRA adapters that requests may ask for.
+	Adapters      []string `protobuf:"bytes,8,rep,name=adapters,proto3" json:"adapters,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2666,6 +2668,13 @@ func (x *GetModelResponse) GetArchitecture() string {
 		return x.Architecture
 	}
 	return ""
+}
+
+func (x *GetModelResponse) GetAdapters() []string {
+	if x != nil {
+		return x.Adapters
+	}
+	return nil
 }
 
 var File_vorrang_v1_generation_proto protoreflect.FileDescriptor
@@ -2840,7 +2849,7 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\x14_skip_special_tokens\"(\n" +
 	"\x12DetokenizeResponse\x12\x12\n" +
 	"\x04text\x18\x01 \x01(\tR\x04text\"\x11\n" +
-	"\x0fGetModelRequest\"\x96\x02\n" +
+	"\x0fGetModelRequest\"\xb2\x02\n" +
 	"\x10GetModelResponse\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12%\n" +
 	"\x0econtext_tokens\x18\x02 \x01(\rR\rcontextTokens\x12'\n" +
@@ -2848,7 +2857,8 @@ const file_vorrang_v1_generation_proto_rawDesc = "" +
 	"\x11has_chat_template\x18\x04 \x01(\bR\x0fhasChatTemplate\x12\"\n" +
 	"\reos_token_ids\x18\x05 \x03(\rR\veosTokenIds\x12*\n" +
 	"\x06limits\x18\x06 \x01(\v2\x12.vorrang.v1.LimitsR\x06limits\x12\"\n" +
-	"\farchitecture\x18\a \x01(\tR\farchitecture2\xd8\x03\n" +
+	"\farchitecture\x18\a \x01(\tR\farchitecture\x12\x1a\n" +
+	"\badapters\x18\b \x03(\tR\badapters2\xd8\x03\n" +
 	"\x11GenerationService\x12F\n" +
 	"\aSession\x12\x1a.vorrang.v1.SessionRequest\x1a\x1b.vorrang.v1.SessionResponse(\x010\x01\x12Y\n" +
 	"\x0eGenerateStream\x12!.vorrang.v1.GenerateStreamRequest\x1a\".vorrang.v1.GenerateStreamResponse0\x01\x12E\n" +

@@ -992,7 +992,7 @@ type GenerationSpec struct {
 	Label string `protobuf:"bytes,7,opt,name=label,proto3" json:"label,omitempty"`
 	// Name of the model; empty = the one that is served.
 	Model string `protobuf:"bytes,8,opt,name=model,proto3" json:"model,omitempty"`
-	// Name of a LoRA adapter; empty = none.
+	// Name of a LoRA adapter, one of `GetModelResponse.adapters`; empty = none.
 	Adapter string `protobuf:"bytes,9,opt,name=adapter,proto3" json:"adapter,omitempty"`
 	// What the output must match; absent = anything.
 	Grammar *Grammar `protobuf:"bytes,10,opt,name=grammar,proto3" json:"grammar,omitempty"`

@@ -370,7 +370,7 @@ class GetModelRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "context_tokens", "vocabulary_size", "has_chat_template", "eos_token_ids", "limits", "architecture")
+    __slots__ = ("name", "context_tokens", "vocabulary_size", "has_chat_template", "eos_token_ids", "limits", "architecture", "adapters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -378,6 +378,7 @@ class GetModelResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LIMITS_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     context_tokens: int
     vocabulary_size: int
@@ -385,4 +386,5 @@ class GetModelResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     limits: _types_pb2.Limits
     architecture: str
-    def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[_types_pb2.Limits, _Mapping]] = ..., architecture: _Optional[str] = ...) -> None: ...
+    adapters: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, name: _Optional[str] = ..., context_tokens: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., has_chat_template: bool = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., limits: _Optional[_Union[_types_pb2.Limits, _Mapping]] = ..., architecture: _Optional[str] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...

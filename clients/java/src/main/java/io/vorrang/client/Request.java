@@ -161,6 +161,12 @@ public final class Request {
       return this;
     }
 
+    /** Name of a LoRA adapter of the model; {@link VorrangClient#model} lists them. */
+    public Builder adapter(String adapter) {
+      spec.setAdapter(adapter);
+      return this;
+    }
+
     /** Anything else of the request, as the wire names it. */
     public Builder spec(Consumer<GenerationSpec.Builder> change) {
       change.accept(spec);
