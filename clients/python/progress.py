@@ -105,7 +105,7 @@ class Progress:
         parts: list[str] = [self.state]
         if self.state is State.QUEUED:
             parts[0] = f"queued, {self.queue_position} ahead"
-        if self.is_cut_off:
+        if self.is_cut_off and self.state not in (State.DONE, State.FAILED, State.STOPPED):
             parts.insert(0, "connection lost, looking for the server")
         if self.note:
             parts.append(self.note)

@@ -91,6 +91,11 @@ class Grammars:
             return known
         return self._compile(spec) if running is None else running.result()
 
+    def close(self) -> None:
+        """Let its threads end, each with what it compiles; harmless when there are none."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+
     def _find(self, spec: GrammarSpec) -> Grammar | None:
         known = self._known.get(spec)
         if known is not None:

@@ -86,6 +86,9 @@ class InlineRunner:
 
         Cancellation: returns at once; the thread ends after the step in flight.
         """
+        grammars: Grammars | None = getattr(self._model, "grammars", None)
+        if grammars is not None:
+            grammars.close()
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
 
 

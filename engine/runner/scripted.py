@@ -142,7 +142,8 @@ class ScriptedRunner:
         await asyncio.shield(asyncio.wrap_future(self.grammars.prepare(grammar)))
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """End the threads that compile grammars."""
+        self.grammars.close()
 
     def run(self, plan: Plan) -> StepResult:
         """Compute a plan on the spot. A request fails alone when it reads a slot nobody has written."""

@@ -34,6 +34,7 @@ def bench(*arguments):
     return CliRunner().invoke(main, ["bench", *map(str, arguments)])
 
 
+@pytest.mark.deep
 def test_two_rates_and_an_earlier_run_become_one_page(address, tmp_path):
     path, page, kept, earlier = (
         tmp_path / name for name in ("w.toml", "r.html", "now.jsonl", "before.jsonl")

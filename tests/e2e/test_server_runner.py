@@ -122,7 +122,12 @@ def requests(dice: random.Random, num_tokens: int) -> dict[str, dict[str, object
 @pytest.mark.asyncio
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("number", "times"), [(signal.SIGKILL, 10), pytest.param(signal.SIGSTOP, 3, marks=pytest.mark.deep)]
+    ("number", "times"),
+    [
+        (signal.SIGKILL, 4),
+        pytest.param(signal.SIGKILL, 10, marks=pytest.mark.deep),
+        pytest.param(signal.SIGSTOP, 3, marks=pytest.mark.deep),
+    ],
 )
 async def test_ten_deaths_during_sixty_four_streams_change_no_token(
     number: signal.Signals, times: int, tmp_path: Path

@@ -121,9 +121,7 @@ async def serve_alone(folder):
 @pytest.mark.parametrize(
     ("family", "size"),
     [
-        pytest.param(
-            "qwen3", 2, marks=pytest.mark.deep
-        ),  # a Llama is served below, before and after its ranks die
+        pytest.param("qwen3", 2),  # a Llama is served below, before and after its ranks die
         pytest.param("qwen3", 4, marks=pytest.mark.deep),  # two ranks for each KV head; sums in order
     ],
 )
@@ -137,6 +135,7 @@ async def test_several_ranks_give_the_greedy_tokens_of_one(family, size, folders
         assert await serve(runner.execute) == wanted
 
 
+@pytest.mark.deep
 @pytest.mark.asyncio
 async def test_a_rank_that_dies_or_hangs_is_a_loss_and_all_come_back_with_the_tokens_of_one(folders):
     wanted = await serve_alone(folders["llama"])

@@ -14,7 +14,7 @@ from tests.support.server import running_server
 from tests.support.session_fuzz import Player
 from tests.support.wire import settled
 
-NUM_SESSIONS = int(os.environ.get("VORRANG_FUZZ_SESSIONS", "300"))
+NUM_SESSIONS = int(os.environ.get("VORRANG_FUZZ_SESSIONS", "500"))
 NUM_AT_A_TIME = 40
 #: One session alone, such as "1234/17".
 ONE = os.environ.get("VORRANG_FUZZ_SESSION", "")

@@ -291,6 +291,7 @@ def test_the_default_model_splits_digits_one_by_one():
     ]  # fmt: skip
 
 
+@pytest.mark.deep
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_agrees_with_transformers_wherever_there_is_no_number():
