@@ -4,11 +4,13 @@ Records of earlier runs may be put beside it, so that servers and settings are c
 in one report. Whatever draws plots is imported when the first one is drawn.
 """
 
+import os
 import platform
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -26,6 +28,7 @@ from clients.python.command import (
 from clients.python.load import LoadOptions
 from clients.python.load_cli import check_writable, tokens_of, watched_load
 from clients.python.load_workload import parse_classes
+from clients.python.openai_load import OpenAiTarget, run_openai_load
 from report.page import Facts, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import summarise
@@ -74,6 +77,21 @@ def bench(
         list[str] | None,
         typer.Option(help="TENANT=VARIABLE: environment variable with its token; repeatable."),
     ] = None,
+    openai: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Drive this server, which speaks OpenAI's protocol, instead of --target (extra: openai). "
+            "VORRANG_OPENAI_KEY holds its key.",
+        ),
+    ] = None,
+    openai_model: Annotated[str, typer.Option(help="Name of its model.")] = "",
+    openai_prompts: Annotated[
+        str, typer.Option(help="How prompts are sent: tokens (ids, as vLLM and SGLang take them) or words.")
+    ] = "tokens",
+    openai_levels: Annotated[
+        bool, typer.Option("--openai-levels", help="Send levels as `priority`, as vLLM reads them.")
+    ] = False,
     sample: Annotated[
         float, typer.Option(help="Seconds between looks at the server's load; 0 = none.")
     ] = 0.25,
@@ -100,6 +118,7 @@ def bench(
             sample_s=sample,
             control=control or "",
         )
+        other = _other_server(openai, openai_model, openai_prompts, send_level=openai_levels)
         for path in (output, records):
             check_writable(path)
     done: list[Run] = []
@@ -108,7 +127,11 @@ def bench(
         console.print(
             f"{arrivals.name}: {len(arrivals.requests):,} requests at {rate:.3g}/s", highlight=False
         )
-        made, interrupted = run(watched_load(target, arrivals, options, seed, console))
+        if other is None:
+            made, interrupted = run(watched_load(target, arrivals, options, seed, console))
+        else:
+            made = run(run_openai_load(other, arrivals, name=name))
+            made.command = shlex.join(["vorrangctl", *sys.argv[1:]])
         made.name, made.offered_rps = name, rate
         done.append(made)
         if interrupted:
@@ -124,6 +147,26 @@ def bench(
     console.print(f"written: {output}", highlight=False)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _other_server(url: str | None, model: str, prompts: str, *, send_level: bool) -> OpenAiTarget | None:
+    """A server that speaks OpenAI's protocol, if one was named.
+
+    Raises:
+        ValueError: it can't be driven; names option, rule and value.
+    """
+    if url is None:
+        return None
+    if not url.startswith(("http://", "https://")):
+        raise ValueError(f"--openai must be an http or https address, got {url!r}")
+    if not model:
+        raise ValueError("--openai-model must name the model that --openai serves")
+    if prompts not in ("tokens", "words"):
+        raise ValueError(f"--openai-prompts must be tokens or words, got {prompts!r}")
+    if find_spec("httpx2") is None:
+        raise ValueError("--openai needs the extra `openai`: pip install 'vorrang[openai]'")
+    key = os.environ.get("VORRANG_OPENAI_KEY", "")
+    return OpenAiTarget(url, model, api_key=key, prompts=prompts, send_level=send_level)
 
 
 def _workloads(

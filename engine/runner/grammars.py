@@ -92,9 +92,11 @@ class Grammars:
         return self._compile(spec) if running is None else running.result()
 
     def close(self) -> None:
-        """Let its threads end, each with what it compiles; harmless when there are none."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        """Let its threads end, each with what it compiles; others begin when another grammar comes."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _find(self, spec: GrammarSpec) -> Grammar | None:
         known = self._known.get(spec)

@@ -1,9 +1,12 @@
 """``vorrangctl bench`` against a real server with the scripted runner."""
 
+import asyncio
+
 import pytest
 from typer.testing import CliRunner
 
 from clients.python.cli import main
+from tests.support.openai_server import openai_server
 from tests.support.process import server_process
 from workloads.arrivals import Arrival
 from workloads.records import RequestRecord, Run, read_runs, write_runs
@@ -74,3 +77,36 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments, says, tmp_path):
     result = bench(*arguments, "-o", tmp_path / "r.html")
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.output.split())
+
+
+def test_another_server_is_driven_with_the_same_workload(tmp_path):
+    async def main_():
+        path, kept, page = tmp_path / "w.toml", tmp_path / "kept.jsonl", tmp_path / "page.html"
+        path.write_text(WORKLOAD)
+        async with openai_server(0.001) as server:
+            result = await asyncio.to_thread(
+                bench, path, "--openai", server.url, "--openai-model", "m", "--openai-levels",
+                "--duration", 0.5, "--name", "other", "--records", kept, "-o", page,
+            )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        (made,) = read_runs(kept)
+        assert (made.name, len(made.records)) == ("other", 10)
+        assert all(record.reason == "length" for record in made.records)
+        assert {body["priority"] for body in server.bodies} == {-10, 10}
+        assert "other" in page.read_text()
+
+    asyncio.run(main_())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--openai", "ftp://x", "--openai-model", "m"], "--openai must be an http or https address"),
+        (["--openai", "http://x"], "--openai-model must name the model"),
+        (["--openai", "http://x", "--openai-model", "m", "--openai-prompts", "x"], "tokens or words"),
+    ],
+)
+def test_what_keeps_another_server_from_being_driven_is_said(arguments, said):
+    result = bench("urgent-flood", *arguments)
+    assert result.exit_code == 2
+    assert said in result.output

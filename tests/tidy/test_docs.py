@@ -191,3 +191,11 @@ def test_values_of_the_chart_named_in_its_page_exist():
     checked = [name for name in named if name.partition(".")[0] in known]
     assert len(checked) > 15
     assert [name for name in checked if name not in known | settings] == []
+
+
+def test_the_figures_are_those_of_the_last_benchmark():
+    done = subprocess.run(
+        [sys.executable, "tools/figures.py", "--check"],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,188 @@
+"""Write the figures of the last ``make bench`` into README.md and docs/benchmarks.md.
+
+    python tools/figures.py build/bench.json   # keeps it as docs/benchmarks.json, writes the pages
+    python tools/figures.py --check            # whether the pages say what docs/benchmarks.json says
+
+Both pages have a block between two comments; nothing in it is written by hand, so every
+figure there is a line of docs/benchmarks.json.
+"""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ROOT / "docs/benchmarks.json"
+BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A table in Markdown."""
+    lines = [
+        " | ".join(head),
+        " | ".join(["---"] + ["--:"] * (len(head) - 1)),
+        *(" | ".join(r) for r in rows),
+    ]
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def machine(bench: dict[str, Any]) -> str:
+    """What it ran on, in a sentence."""
+    made = bench["machine"]
+    packages = ", ".join(f"{name} {version}" for name, version in made["packages"].items())
+    memory_gib = made["memory_bytes"] / 2**30
+    return (
+        f"{bench['date']}: {made['processor']}, {made['cores']} cores, {memory_gib:.0f} GiB, "
+        f"{made['system']}, Python {made['python']}, {packages}. All parts took {bench['seconds']:.0f} s."
+    )
+
+
+def classes(figures: dict[str, Any]) -> str:
+    """Latency by class, policy beside policy."""
+    rows = []
+    for policy, found in figures["policies"].items():
+        for name, report in found["classes"].items():
+            ttft, tpot = report["ttft_s"], report["tpot_s"]["p50"]
+            shown = ["-" if ttft[key] is None else f"{ttft[key]:.2f} s" for key in ("p50", "p90")]
+            per_token = "-" if tpot is None else f"{tpot * 1e3:.0f} ms"
+            counts = (str(report["num_requests"]), str(report["num_served"]))
+            rows.append((f"{policy}, {name}", *counts, *shown, per_token, f"{found['tokens_per_s']:.0f}"))
+    head = ("policy, class", "requests", "served", "TTFT p50", "p90", "TPOT p50", "tokens/s in all")
+    return table(head, rows)
+
+
+def static(figures: dict[str, Any]) -> str:
+    """Static against continuous batches."""
+    rows = [
+        (
+            f"{example}, {way}",
+            f"{found['steps']:,}",
+            f"{found['makespan_s']:.2f} s",
+            f"{found['useful_share']:.0%}",
+            f"{found['late_ttft_s']:.2f} s",
+            f"{found['late_latency_s']:.2f} s",
+        )
+        for example, ways in figures.items()
+        for way, found in ways.items()
+    ]
+    return table(("example, batching", "steps", "makespan", "useful", "late TTFT", "late latency"), rows)
+
+
+def speculation(figures: dict[str, Any]) -> str:
+    """Guessed tokens."""
+    rows = [
+        (
+            text,
+            f"{found['steps']} / {found['steps_with_guesses']}",
+            f"{found['accepted_share']:.0%}",
+            f"{found['tokens_per_s']:.1f} / {found['tokens_per_s_with_guesses']:.1f}",
+            f"{found['times_faster']:.2f}",
+        )
+        for text, found in figures.items()
+    ]
+    return table(("text", "steps without / with", "guesses right", "tokens/s", "times faster"), rows)
+
+
+def scheduler(figures: dict[str, Any]) -> str:
+    """Plan + commit by running and waiting requests."""
+    steady = figures["steady_us"]
+    waiting = list(next(iter(steady.values())))
+    rows = [(running, *(f"{row[n]:,.0f}" for n in waiting)) for running, row in steady.items()]
+    return table(("running", *(f"{int(n):,} waiting" for n in waiting)), rows)
+
+
+def simulator(figures: dict[str, Any]) -> str:
+    """Steps a second."""
+    rows = [(name, f"{rate:,.0f}") for name, rate in figures["steps_per_s"].items()]
+    return table((f"{figures['num_running']} running", "steps/s"), rows)
+
+
+TITLES = {
+    "classes": ("Latency by class through gRPC, the default model on four seats, overloaded", classes),
+    "static": ("Continuous against static batches", static),
+    "speculation": ("Guessed tokens at batch 1", speculation),
+    "scheduler": ("Plan + commit, steady decode, microseconds", scheduler),
+    "simulator": ("The simulator", simulator),
+}
+
+
+def page(bench: dict[str, Any]) -> str:
+    """The block of docs/benchmarks.md."""
+    parts = [machine(bench) + "\n"]
+    for name, part in bench["parts"].items():
+        load = " to ".join(f"{value:.1f}" for value in part["load_average"])
+        said = f"`{part['command']}`, {part['seconds']:.0f} s, load average {load}"
+        if "error" in part:
+            parts.append(f"### {name}\n\n{said}: {part['error']}.\n")
+        elif name in TITLES:
+            title, show = TITLES[name]
+            parts.append(f"### {title}\n\n{said}.\n\n{show(part['figures'])}")
+        else:
+            parts.append(f"### {name}\n\n{said}; figures in [benchmarks.json](benchmarks.json).\n")
+    return "\n".join(parts)
+
+
+def readme(bench: dict[str, Any]) -> str:
+    """The block of README.md: what a reader asks first."""
+    figures = {name: part.get("figures", {}) for name, part in bench["parts"].items()}
+    policies = figures["classes"]["policies"]
+    ttft = {name: found["classes"]["interactive"]["ttft_s"]["p50"] for name, found in policies.items()}
+    rate = {name: found["tokens_per_s"] for name, found in policies.items()}
+    classic = figures["static"]["classic"]
+    late = {way: f"{found['late_latency_s']:.2f} s" for way, found in classic.items()}
+    padding = 1 - classic["static"]["useful_share"]
+    guessed = figures["speculation"]["repetitive"]
+    waited = "none came" if ttft["fcfs"] is None else f"{ttft['fcfs']:.2f} s"
+    rows = [
+        (
+            "interactive TTFT under overload, median: `priority` / `fcfs`",
+            f"{ttft['priority']:.2f} s / {waited}, at {rate['priority']:.0f} / {rate['fcfs']:.0f} tokens/s",
+        ),
+        (
+            "requests of 10, 50, 100 and 500 tokens, a fifth at step 20: it is done after",
+            f"{late['continuous']}; {late['static']} with static batches, {padding:.0%} of which is padding",
+        ),
+        (
+            "guessed tokens on a repetitive text, batch 1",
+            f"{guessed['steps']} steps become {guessed['steps_with_guesses']}, "
+            f"{guessed['times_faster']:.1f} times faster, the same output",
+        ),
+        ("plan + commit of 256 running requests", f"{figures['scheduler']['steady_us']['256']['0']:.0f} us"),
+    ]
+    return table(("`make bench`", "measured"), rows)
+
+
+def with_block(text: str, block: str) -> str:
+    """A page with its block replaced."""
+    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
+    found, number = re.subn(pattern, lambda _: f"{BEGIN}\n\n{block}\n{END}", text, flags=re.DOTALL)
+    assert number == 1, "a page has one block of figures"
+    return found
+
+
+def main() -> None:
+    """Write or compare."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bench", type=Path, nargs="?", help="what make bench wrote")
+    parser.add_argument("--check", action="store_true")
+    options = parser.parse_args()
+    if options.bench is not None:
+        KEPT.write_text(options.bench.read_text())
+    bench = json.loads(KEPT.read_text())
+    stale = []
+    for path, block in ((ROOT / "docs/benchmarks.md", page(bench)), (ROOT / "README.md", readme(bench))):
+        text = path.read_text()
+        new = with_block(text, block)
+        if new != text:
+            stale.append(path.name)
+            if not options.check:
+                path.write_text(new)
+    if stale and options.check:
+        sys.exit(f"{', '.join(stale)}: not what docs/benchmarks.json says; run python tools/figures.py")
+
+
+if __name__ == "__main__":
+    main()
