@@ -102,7 +102,7 @@ class Session:
                 return  # what it asks for now is for requests that are another stream's
             if raw is grpc.aio.EOF:
                 self._writer.half_close()
-                await asyncio.sleep(EOF_DOUBT_S)
+                await _doubt()
                 for request in self._writer.requests.values():
                     request.unbind()
                 return
@@ -132,6 +132,16 @@ class Session:
             return False
         place = self._backend.engine.queue_position(request.ticket.handle.request_id)
         return place is not None and request.moved_to(place)
+
+
+async def _doubt() -> None:
+    """Wait as long as a vanished peer may look like one that half-closed, longer where the loop is late."""
+    now_s = asyncio.get_running_loop().time
+    is_late = True
+    while is_late:
+        since_s = now_s()
+        await asyncio.sleep(EOF_DOUBT_S)
+        is_late = now_s() - since_s > 2 * EOF_DOUBT_S
 
 
 def _gravest(failures: BaseExceptionGroup[BaseException]) -> BaseException:

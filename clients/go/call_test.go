@@ -100,7 +100,7 @@ func TestErrorsOfTheServerAreTyped(t *testing.T) {
 		{vorrang.Request{Prompt: "hello"}, vorrang.WithCredit(1), vorrang.ReasonInvalidRequest},
 		{vorrang.Request{Prompt: "hello"}, vorrang.WithSpec(func(spec *vorrangv1.GenerationSpec) {
 			spec.Adapter = "another"
-		}), vorrang.ReasonUnimplemented},
+		}), vorrang.ReasonUnknownModel},
 	} {
 		if _, err := client.Generate(within(t), given.request, given.option); !errors.Is(err, given.reason) {
 			t.Errorf("want %s: %v", given.reason, err)

@@ -4,12 +4,16 @@
 """
 
 import asyncio
+import contextlib
 import os
 import random
 from collections import Counter
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
 
 import pytest
 
+from server.session import EOF_DOUBT_S
 from tests.support.server import running_server
 from tests.support.session_fuzz import Player
 from tests.support.wire import settled
@@ -48,10 +52,51 @@ AT_LEAST = {
     "ends by vanish": 50,
 }
 
+#: Seconds between two looks at the event loop's lateness.
+LOOK_S = 0.002
 
-@pytest.mark.timeout(120 if NUM_SESSIONS <= 500 else 0)
+
+@dataclass
+class Lateness:
+    """Seconds by which the loop was late."""
+
+    worst_s: float = 0.0
+
+
+@contextlib.asynccontextmanager
+async def lateness() -> AsyncIterator[Lateness]:
+    """How late the event loop is at worst, while the context lasts."""
+    found, now_s = Lateness(), asyncio.get_running_loop().time
+
+    async def look() -> None:
+        while True:
+            due_s = now_s() + LOOK_S
+            await asyncio.sleep(LOOK_S)
+            found.worst_s = max(found.worst_s, now_s() - due_s)
+
+    looking = asyncio.ensure_future(look())
+    try:
+        yield found
+    finally:
+        looking.cancel()
+
+
+@pytest.mark.timeout(240 if NUM_SESSIONS <= 500 else 0)
 @pytest.mark.asyncio
 async def test_whatever_clients_do_they_are_told_the_truth_and_nothing_is_left() -> None:
+    """Once more where the machine was so busy that a vanished client looks like one that half-closed."""
+    for attempts_left in (2, 1, 0):
+        async with lateness() as late:
+            try:
+                await play_all()
+            except BaseExceptionGroup:
+                if not attempts_left or late.worst_s < EOF_DOUBT_S:
+                    raise
+            else:
+                return
+
+
+async def play_all() -> None:
     seed = int(os.environ.get("VORRANG_TEST_SEED") or random.randrange(2**32))
     print(f"VORRANG_TEST_SEED={seed}")
     names = [ONE] if ONE else [f"{seed}/{number}" for number in range(NUM_SESSIONS)]

@@ -99,7 +99,7 @@ class CallTest {
     assertReason(Reason.EMPTY_PROMPT, Request.tokens(List.of()).build());
     assertReason(Reason.CONTEXT_EXCEEDED, Request.text("x".repeat(5000)).build());
     assertReason(Reason.UNKNOWN_MODEL, Request.text("x").model("no such model").build());
-    assertReason(Reason.UNIMPLEMENTED, Request.text("x").spec(s -> s.setAdapter("lora")).build());
+    assertReason(Reason.UNKNOWN_MODEL, Request.text("x").spec(s -> s.setAdapter("lora")).build());
     assertReason(Reason.INVALID_REQUEST, Request.text("x").spec(s -> s.clearPrompt()).build());
   }
 
