@@ -50,7 +50,7 @@ class Part:
 PARTS = (
     Part(
         "scheduler",
-        ("bench/scheduler.py", "--repeats", "50"),
+        ("bench/scheduler.py", "--repeats", "25"),
         "bench-scheduler.json",
         "what planning costs; submit, cancel, blocks",
     ),

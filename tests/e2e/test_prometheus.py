@@ -19,7 +19,7 @@ from vorrang.v1 import generation_pb2 as gen
 
 PROMETHEUS = shutil.which("prometheus", path=f"{ROOT / 'build/tools'}:/usr/bin:/usr/local/bin")
 #: Panels that may have nothing to show after a few requests that all went well.
-QUIET = {"Refusals", "Refusals by reason", "Credit stalls", "Preemptions"}
+QUIET = {"Refusals", "Refusals by reason", "Credit stalls", "Guesses that were right", "Preemptions"}
 
 pytestmark = [
     pytest.mark.deep,
