@@ -13,15 +13,9 @@ import argparse
 import asyncio
 import json
 import math
-import os
 import random
-import signal
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from safetensors import safe_open
 
+from bench.serving import serving
 from clients.python import VorrangClient
 from engine.models import registry
 from engine.request import RequestId, RequestSpec
@@ -100,39 +95,6 @@ async def run_served(address: str, workload: Workload) -> float:
     return elapsed_s
 
 
-@dataclass(frozen=True)
-class Server:
-    """A server that is ready; ``loaded_bytes`` is what it and its runner then have in memory."""
-
-    address: str
-    ready_s: float
-    pid: int
-    loaded_bytes: int
-
-
-@contextmanager
-def server(threads: int) -> Iterator[Server]:
-    """``vorrang serve`` in a process of its own."""
-    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0"]
-    command += ["--threads", str(threads), "--max-running-requests", str(SEATS)]
-    command += ["--kv-blocks", str(NUM_BLOCKS), "--log-level", "error"]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
-    begin = time.perf_counter()
-    with subprocess.Popen(  # noqa: S603
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("ready on "), line
-            address = line.removeprefix("ready on ").split(": ")[0]
-            ready_s = time.perf_counter() - begin
-            yield Server(address, ready_s, process.pid, resident_bytes(process.pid))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(30)
-
-
 def resident_bytes(pid: int) -> int:
     """Memory of a process and of those it started."""
     total = 0
@@ -187,7 +149,9 @@ def main() -> None:
     for threads in options.threads:
         loaded = registry.load(None, num_threads=threads, num_blocks=NUM_BLOCKS)
         num_parameters = parameters_in(loaded.folder)
-        with server(threads) as process:
+        settings = ("--threads", str(threads), "--max-running-requests", str(SEATS))
+        with serving(*settings, "--kv-blocks", str(NUM_BLOCKS)) as process:
+            loaded_bytes = resident_bytes(process.pid)
             bare, served = [], []
             asyncio.run(run_served(process.address, workload))  # warms up the server's caches of code
             run_bare(loaded, workload)
@@ -213,7 +177,7 @@ def main() -> None:
             f"own_matmul_gflops_{threads}": own_flops / 1e9,
             f"share_of_matmul_{threads}": flops / torch_flops,
             f"share_of_own_matmul_{threads}": flops / own_flops,
-            f"loaded_mb_{threads}": process.loaded_bytes / 1e6,
+            f"loaded_mb_{threads}": loaded_bytes / 1e6,
             f"resident_mb_{threads}": resident / 1e6,
             f"memory_mb_max_{threads}": memory_max / 1e6,
             f"ready_s_{threads}": process.ready_s,
@@ -223,7 +187,7 @@ def main() -> None:
             f"  arithmetic {flops / 1e9:.0f} GFLOP/s: {flops / torch_flops:.0%} of torch's matrix product "
             f"({torch_flops / 1e9:.0f}), {flops / own_flops:.0%} of ours ({own_flops / 1e9:.0f})\n"
             f"  ready after {process.ready_s:.1f} s; server and runner hold "
-            f"{process.loaded_bytes / 1e6:.0f} MB then, {resident / 1e6:.0f} MB at the end "
+            f"{loaded_bytes / 1e6:.0f} MB then, {resident / 1e6:.0f} MB at the end "
             f"(wanted: at most {memory_max / 1e6:.0f})"
         )
     console.print(table)

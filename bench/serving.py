@@ -1,0 +1,42 @@
+"""``vorrang serve`` in a process of its own, for benchmarks that call it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A server that is ready; ``ready_s`` is how long that took."""
+
+    address: str
+    pid: int
+    ready_s: float
+
+
+@contextmanager
+def serving(*options: str) -> Iterator[Serving]:
+    """The default model, served until the context is left; ``options`` of ``vorrang serve``."""
+    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0", *options]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+    begin = time.perf_counter()
+    with subprocess.Popen(  # noqa: S603
+        [*command, "--log-level", "error"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("ready on "), line
+            address = line.removeprefix("ready on ").split(": ")[0]
+            yield Serving(address, process.pid, time.perf_counter() - begin)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
