@@ -60,7 +60,7 @@ async def play(address: str, plan: Plan) -> WireSession | None:
                 ended_as = (plan.end, error.code())
                 if error.details() == "Internal error from Core":  # a write of ours met the deadline
                     ended_as = (plan.end, grpc.StatusCode.DEADLINE_EXCEEDED)
-            except grpc.aio.UsageError:  # the deadline struck between two frames
+            except grpc.aio.BaseError:  # the deadline struck between two frames, or before our half-close
                 ended_as = (plan.end, grpc.StatusCode.DEADLINE_EXCEEDED)
             assert ended_as == ("time_out", grpc.StatusCode.DEADLINE_EXCEEDED)
             return None
