@@ -14,7 +14,7 @@ import grpc.aio
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from engine.loop import EngineStatistics
+from engine.statistics import EngineStatistics
 
 SERVICES = ("", "vorrang.v1.GenerationService", "vorrang.v1.ControlService")
 #: SERVING for as long as the event loop answers at all, also while a model is loaded or a runner started

@@ -8,7 +8,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from engine.loop import EngineStatistics
+from engine.statistics import EngineStatistics
 from server.health import LIVE, MAX_WATCHERS, Health, follow_engine
 
 pytestmark = pytest.mark.asyncio
