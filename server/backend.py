@@ -319,7 +319,8 @@ class Backend:
         Raises:
             EngineStarting: the model is still being loaded.
         """
-        engine = self.engine
+        engine, session = self.engine, self.session_settings
+        longest_s = session.max_request_s
         return types.Limits(
             max_request_tokens=engine.max_request_tokens,
             max_output_tokens=engine.config.max_context_tokens - 1,
@@ -341,6 +342,12 @@ class Backend:
             max_sequence_tokens=MAX_SEQUENCE_TOKENS,
             max_grammar_bytes=MAX_GRAMMAR_BYTES,
             max_choices=MAX_CHOICES,
+            slow_client_timeout=convert.duration(session.slow_client_timeout_s),
+            resume_grace=convert.duration(session.resume_grace_s),
+            retention=convert.duration(session.retention_s),
+            max_request_time=None if longest_s is None else convert.duration(longest_s),
+            reprioritize_burst=session.reprioritize_burst,
+            reprioritize_per_s=session.reprioritize_per_s,
         )
 
 

@@ -48,7 +48,7 @@ _PREEMPT_REASONS = {
     PreemptReason.BLOCKS: types.PREEMPT_REASON_BLOCKS,
     PreemptReason.GROWTH: types.PREEMPT_REASON_GROWTH,
     PreemptReason.OPERATOR: types.PREEMPT_REASON_OPERATOR,
-    PreemptReason.RUNNER: types.PREEMPT_REASON_OPERATOR,  # "or the server itself took it back"
+    PreemptReason.RUNNER: types.PREEMPT_REASON_RUNNER,
 }
 
 

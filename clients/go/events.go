@@ -150,6 +150,7 @@ const (
 	PreemptBlocks   PreemptReason = "BLOCKS"
 	PreemptGrowth   PreemptReason = "GROWTH"
 	PreemptOperator PreemptReason = "OPERATOR"
+	PreemptRunner   PreemptReason = "RUNNER"
 )
 
 // Usage is what a request has cost.

@@ -139,7 +139,7 @@ class Preempted:
     """It lost its seat to a more urgent request; the output goes on later without a gap.
 
     Attributes:
-        reason: what was needed: "SEATS", "BLOCKS", "GROWTH" or "OPERATOR".
+        reason: what was needed: "SEATS", "BLOCKS", "GROWTH", "OPERATOR" or "RUNNER".
         count: how often it has been preempted, this time included.
         output_index: which of several outputs it is.
     """
@@ -260,7 +260,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a server accepts, as in ``vorrang.v1.Limits``; 0 = not said."""
+    """What a server accepts, as in ``vorrang.v1.Limits``; times in seconds; 0 = not said, or no bound."""
 
     max_request_tokens: int = 0
     max_output_tokens: int = 0
@@ -280,6 +280,14 @@ class Limits:
     max_listed_token_ids: int = 0
     max_banned_sequences: int = 0
     max_sequence_tokens: int = 0
+    max_grammar_bytes: int = 0
+    max_choices: int = 0
+    slow_client_timeout_s: float = 0.0
+    resume_grace_s: float = 0.0
+    retention_s: float = 0.0
+    max_request_time_s: float = 0.0
+    reprioritize_burst: int = 0
+    reprioritize_per_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +361,12 @@ def decode_usage(usage: types_pb2.Usage) -> Usage:
 
 def decode_limits(limits: types_pb2.Limits) -> Limits:
     """Read limits from the wire."""
-    return Limits(**{field.name: getattr(limits, field.name) for field in fields(Limits)})
+    known = limits.DESCRIPTOR.fields_by_name
+    read: dict[str, Any] = {
+        name: getattr(limits, name) if name in known else seconds(getattr(limits, name.removesuffix("_s")))
+        for name in (field.name for field in fields(Limits))
+    }
+    return Limits(**read)
 
 
 def decode_opened(opened: generation_pb2.OpenedEvent) -> SessionInfo:

@@ -9,6 +9,7 @@ import hyperframe.frame
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from clients.python import VorrangClient
 from tests.support.http2 import http2
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import open_session, reason_in, refused, settled, spec, stub
@@ -33,6 +34,23 @@ async def test_streams_of_one_connection_are_announced() -> None:
     async with running_server({"server.max_concurrent_streams": 7}) as app, http2(app.address) as client:
         changed = (await client.until(lambda c: c.of(h2.events.RemoteSettingsChanged)))[0].changed_settings
         assert changed[h2.settings.SettingCodes.MAX_CONCURRENT_STREAMS].new_value == 7
+
+
+async def test_times_and_rates_of_sessions_are_announced_as_they_are_set() -> None:
+    settings = {
+        "session.slow_client_timeout_s": 12.5,
+        "session.resume_grace_s": 3.0,
+        "session.retention_s": 7.0,
+        "session.reprioritize_burst": 4,
+        "session.reprioritize_per_s": 1.5,
+    }
+    async with running_server(settings) as app, VorrangClient(app.address) as client:
+        limits = (await client.get_model()).limits
+        assert (limits.slow_client_timeout_s, limits.resume_grace_s, limits.retention_s) == (12.5, 3.0, 7.0)
+        assert (limits.reprioritize_burst, limits.reprioritize_per_s) == (4, 1.5)
+        assert limits.max_request_time_s == 3600
+        async with client.session() as session:
+            assert session.info.limits == limits
 
 
 async def test_a_message_that_is_too_large_is_refused_and_the_connection_lives_on() -> None:

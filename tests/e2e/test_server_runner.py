@@ -23,6 +23,7 @@ from tests.support.process import ServerProcess, run_cli, server_process
 from tests.support.runners import ABORTS, LIMITS, FailingSource, FatalSource
 from tests.support.server import running_server
 from tests.support.wire import WireSession, open_session, reason_in, settled, spec
+from vorrang.v1 import types_pb2 as types
 
 NUM_STREAMS, NUM_SESSIONS = 64, 8
 
@@ -227,7 +228,8 @@ async def test_a_server_that_drains_while_its_runner_is_respawned_finishes_what_
         assert server.wait() == 0
     session.check("a")
     assert session.tokens("a") == expected_output([1], 300)
-    assert "preempted" in session.kinds("a")
+    reasons = [frame.preempted.reason for frame in session.of("a") if frame.HasField("preempted")]
+    assert reasons == [types.PREEMPT_REASON_RUNNER]
 
 
 @pytest.mark.asyncio

@@ -109,8 +109,10 @@ const (
 	PreemptReason_PREEMPT_REASON_BLOCKS PreemptReason = 2
 	// A running request grew and no block was free.
 	PreemptReason_PREEMPT_REASON_GROWTH PreemptReason = 3
-	// An operator or the server itself took it back.
+	// An operator took it back.
 	PreemptReason_PREEMPT_REASON_OPERATOR PreemptReason = 4
+	// What computes died or failed, and its KV is lost; or others were tried one by one to find out why.
+	PreemptReason_PREEMPT_REASON_RUNNER PreemptReason = 5
 )
 
 // Enum value maps for PreemptReason.
@@ -121,6 +123,7 @@ var (
 		2: "PREEMPT_REASON_BLOCKS",
 		3: "PREEMPT_REASON_GROWTH",
 		4: "PREEMPT_REASON_OPERATOR",
+		5: "PREEMPT_REASON_RUNNER",
 	}
 	PreemptReason_value = map[string]int32{
 		"PREEMPT_REASON_UNSPECIFIED": 0,
@@ -128,6 +131,7 @@ var (
 		"PREEMPT_REASON_BLOCKS":      2,
 		"PREEMPT_REASON_GROWTH":      3,
 		"PREEMPT_REASON_OPERATOR":    4,
+		"PREEMPT_REASON_RUNNER":      5,
 	}
 )
 
@@ -1406,9 +1410,21 @@ type Limits struct {
 	// Largest grammar, all answers of a choice together, in bytes of UTF-8; 0 = not offered.
 	MaxGrammarBytes uint32 `protobuf:"varint,21,opt,name=max_grammar_bytes,json=maxGrammarBytes,proto3" json:"max_grammar_bytes,omitempty"`
 	// Most answers of a choice.
-	MaxChoices    uint32 `protobuf:"varint,22,opt,name=max_choices,json=maxChoices,proto3" json:"max_choices,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	MaxChoices uint32 `protobuf:"varint,22,opt,name=max_choices,json=maxChoices,proto3" json:"max_choices,omitempty"`
+	// How long a request waits for credit, or for its client to read, before it fails.
+	SlowClientTimeout *durationpb.Duration `protobuf:"bytes,23,opt,name=slow_client_timeout,json=slowClientTimeout,proto3" json:"slow_client_timeout,omitempty"`
+	// How long the requests of a lost session go on without it; 0 = resuming is not offered.
+	ResumeGrace *durationpb.Duration `protobuf:"bytes,24,opt,name=resume_grace,json=resumeGrace,proto3" json:"resume_grace,omitempty"`
+	// How long the events of an ended request can be had again.
+	Retention *durationpb.Duration `protobuf:"bytes,25,opt,name=retention,proto3" json:"retention,omitempty"`
+	// How long a request may take before it ends with its output so far; absent = any time.
+	MaxRequestTime *durationpb.Duration `protobuf:"bytes,26,opt,name=max_request_time,json=maxRequestTime,proto3" json:"max_request_time,omitempty"`
+	// Changes of priority that one request may get at once.
+	ReprioritizeBurst uint32 `protobuf:"varint,27,opt,name=reprioritize_burst,json=reprioritizeBurst,proto3" json:"reprioritize_burst,omitempty"`
+	// Changes of priority a second that one request may get for long.
+	ReprioritizePerS float64 `protobuf:"fixed64,28,opt,name=reprioritize_per_s,json=reprioritizePerS,proto3" json:"reprioritize_per_s,omitempty"`
+	unknownFields    protoimpl.UnknownFields
+	sizeCache        protoimpl.SizeCache
 }
 
 func (x *Limits) Reset() {
@@ -1581,6 +1597,48 @@ func (x *Limits) GetMaxChoices() uint32 {
 	return 0
 }
 
+func (x *Limits) GetSlowClientTimeout() *durationpb.Duration {
+	if x != nil {
+		return x.SlowClientTimeout
+	}
+	return nil
+}
+
+func (x *Limits) GetResumeGrace() *durationpb.Duration {
+	if x != nil {
+		return x.ResumeGrace
+	}
+	return nil
+}
+
+func (x *Limits) GetRetention() *durationpb.Duration {
+	if x != nil {
+		return x.Retention
+	}
+	return nil
+}
+
+func (x *Limits) GetMaxRequestTime() *durationpb.Duration {
+	if x != nil {
+		return x.MaxRequestTime
+	}
+	return nil
+}
+
+func (x *Limits) GetReprioritizeBurst() uint32 {
+	if x != nil {
+		return x.ReprioritizeBurst
+	}
+	return 0
+}
+
+func (x *Limits) GetReprioritizePerS() float64 {
+	if x != nil {
+		return x.ReprioritizePerS
+	}
+	return 0
+}
+
 var File_vorrang_v1_types_proto protoreflect.FileDescriptor
 
 const file_vorrang_v1_types_proto_rawDesc = "" +
@@ -1701,7 +1759,7 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\alogprob\x18\x02 \x01(\x02R\alogprob\"r\n" +
 	"\x10PositionLogprobs\x122\n" +
 	"\asampled\x18\x01 \x01(\v2\x18.vorrang.v1.TokenLogprobR\asampled\x12*\n" +
-	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\xf3\x06\n" +
+	"\x03top\x18\x02 \x03(\v2\x18.vorrang.v1.TokenLogprobR\x03top\"\xd7\t\n" +
 	"\x06Limits\x12,\n" +
 	"\x12max_request_tokens\x18\x01 \x01(\rR\x10maxRequestTokens\x12*\n" +
 	"\x11max_output_tokens\x18\x02 \x01(\rR\x0fmaxOutputTokens\x12(\n" +
@@ -1725,7 +1783,13 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x13max_sequence_tokens\x18\x12 \x01(\rR\x11maxSequenceTokens\x12*\n" +
 	"\x11max_grammar_bytes\x18\x15 \x01(\rR\x0fmaxGrammarBytes\x12\x1f\n" +
 	"\vmax_choices\x18\x16 \x01(\rR\n" +
-	"maxChoices*\xf3\x01\n" +
+	"maxChoices\x12I\n" +
+	"\x13slow_client_timeout\x18\x17 \x01(\v2\x19.google.protobuf.DurationR\x11slowClientTimeout\x12<\n" +
+	"\fresume_grace\x18\x18 \x01(\v2\x19.google.protobuf.DurationR\vresumeGrace\x127\n" +
+	"\tretention\x18\x19 \x01(\v2\x19.google.protobuf.DurationR\tretention\x12C\n" +
+	"\x10max_request_time\x18\x1a \x01(\v2\x19.google.protobuf.DurationR\x0emaxRequestTime\x12-\n" +
+	"\x12reprioritize_burst\x18\x1b \x01(\rR\x11reprioritizeBurst\x12,\n" +
+	"\x12reprioritize_per_s\x18\x1c \x01(\x01R\x10reprioritizePerS*\xf3\x01\n" +
 	"\fFinishReason\x12\x1d\n" +
 	"\x19FINISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n" +
 	"\x12FINISH_REASON_STOP\x10\x01\x12\x1d\n" +
@@ -1734,13 +1798,14 @@ const file_vorrang_v1_types_proto_rawDesc = "" +
 	"\x14FINISH_REASON_LENGTH\x10\x04\x12\x1a\n" +
 	"\x16FINISH_REASON_CAPACITY\x10\x05\x12\x1c\n" +
 	"\x18FINISH_REASON_TIME_LIMIT\x10\x06\x12\x1b\n" +
-	"\x17FINISH_REASON_CANCELLED\x10\a*\x9c\x01\n" +
+	"\x17FINISH_REASON_CANCELLED\x10\a*\xb7\x01\n" +
 	"\rPreemptReason\x12\x1e\n" +
 	"\x1aPREEMPT_REASON_UNSPECIFIED\x10\x00\x12\x18\n" +
 	"\x14PREEMPT_REASON_SEATS\x10\x01\x12\x19\n" +
 	"\x15PREEMPT_REASON_BLOCKS\x10\x02\x12\x19\n" +
 	"\x15PREEMPT_REASON_GROWTH\x10\x03\x12\x1b\n" +
-	"\x17PREEMPT_REASON_OPERATOR\x10\x04BL\n" +
+	"\x17PREEMPT_REASON_OPERATOR\x10\x04\x12\x19\n" +
+	"\x15PREEMPT_REASON_RUNNER\x10\x05BL\n" +
 	"\rio.vorrang.v1P\x01Z9github.com/vorrang/vorrang/clients/go/vorrangv1;vorrangv1b\x06proto3"
 
 var (
@@ -1796,11 +1861,15 @@ var file_vorrang_v1_types_proto_depIdxs = []int32{
 	16, // 16: vorrang.v1.Usage.parked:type_name -> google.protobuf.Duration
 	13, // 17: vorrang.v1.PositionLogprobs.sampled:type_name -> vorrang.v1.TokenLogprob
 	13, // 18: vorrang.v1.PositionLogprobs.top:type_name -> vorrang.v1.TokenLogprob
-	19, // [19:19] is the sub-list for method output_type
-	19, // [19:19] is the sub-list for method input_type
-	19, // [19:19] is the sub-list for extension type_name
-	19, // [19:19] is the sub-list for extension extendee
-	0,  // [0:19] is the sub-list for field type_name
+	16, // 19: vorrang.v1.Limits.slow_client_timeout:type_name -> google.protobuf.Duration
+	16, // 20: vorrang.v1.Limits.resume_grace:type_name -> google.protobuf.Duration
+	16, // 21: vorrang.v1.Limits.retention:type_name -> google.protobuf.Duration
+	16, // 22: vorrang.v1.Limits.max_request_time:type_name -> google.protobuf.Duration
+	23, // [23:23] is the sub-list for method output_type
+	23, // [23:23] is the sub-list for method input_type
+	23, // [23:23] is the sub-list for extension type_name
+	23, // [23:23] is the sub-list for extension extendee
+	0,  // [0:23] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_types_proto_init() }

@@ -28,6 +28,7 @@ class PreemptReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PREEMPT_REASON_BLOCKS: _ClassVar[PreemptReason]
     PREEMPT_REASON_GROWTH: _ClassVar[PreemptReason]
     PREEMPT_REASON_OPERATOR: _ClassVar[PreemptReason]
+    PREEMPT_REASON_RUNNER: _ClassVar[PreemptReason]
 FINISH_REASON_UNSPECIFIED: FinishReason
 FINISH_REASON_STOP: FinishReason
 FINISH_REASON_STOP_STRING: FinishReason
@@ -41,6 +42,7 @@ PREEMPT_REASON_SEATS: PreemptReason
 PREEMPT_REASON_BLOCKS: PreemptReason
 PREEMPT_REASON_GROWTH: PreemptReason
 PREEMPT_REASON_OPERATOR: PreemptReason
+PREEMPT_REASON_RUNNER: PreemptReason
 
 class Priority(_message.Message):
     __slots__ = ("level", "class_name")
@@ -229,7 +231,7 @@ class PositionLogprobs(_message.Message):
     def __init__(self, sampled: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes", "max_prompt_logprobs", "max_outputs", "max_logit_biases", "max_listed_token_ids", "max_banned_sequences", "max_sequence_tokens", "max_grammar_bytes", "max_choices")
+    __slots__ = ("max_request_tokens", "max_output_tokens", "max_stop_strings", "max_stop_string_bytes", "max_stop_token_ids", "max_logprobs", "max_frame_bytes", "max_session_requests", "max_bad_frames", "max_request_id_bytes", "max_buffered_tokens", "max_label_bytes", "max_prompt_logprobs", "max_outputs", "max_logit_biases", "max_listed_token_ids", "max_banned_sequences", "max_sequence_tokens", "max_grammar_bytes", "max_choices", "slow_client_timeout", "resume_grace", "retention", "max_request_time", "reprioritize_burst", "reprioritize_per_s")
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_STOP_STRINGS_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +252,12 @@ class Limits(_message.Message):
     MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_GRAMMAR_BYTES_FIELD_NUMBER: _ClassVar[int]
     MAX_CHOICES_FIELD_NUMBER: _ClassVar[int]
+    SLOW_CLIENT_TIMEOUT_FIELD_NUMBER: _ClassVar[int]
+    RESUME_GRACE_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_TIME_FIELD_NUMBER: _ClassVar[int]
+    REPRIORITIZE_BURST_FIELD_NUMBER: _ClassVar[int]
+    REPRIORITIZE_PER_S_FIELD_NUMBER: _ClassVar[int]
     max_request_tokens: int
     max_output_tokens: int
     max_stop_strings: int
@@ -270,4 +278,10 @@ class Limits(_message.Message):
     max_sequence_tokens: int
     max_grammar_bytes: int
     max_choices: int
-    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ..., max_prompt_logprobs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_listed_token_ids: _Optional[int] = ..., max_banned_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ..., max_choices: _Optional[int] = ...) -> None: ...
+    slow_client_timeout: _duration_pb2.Duration
+    resume_grace: _duration_pb2.Duration
+    retention: _duration_pb2.Duration
+    max_request_time: _duration_pb2.Duration
+    reprioritize_burst: int
+    reprioritize_per_s: float
+    def __init__(self, max_request_tokens: _Optional[int] = ..., max_output_tokens: _Optional[int] = ..., max_stop_strings: _Optional[int] = ..., max_stop_string_bytes: _Optional[int] = ..., max_stop_token_ids: _Optional[int] = ..., max_logprobs: _Optional[int] = ..., max_frame_bytes: _Optional[int] = ..., max_session_requests: _Optional[int] = ..., max_bad_frames: _Optional[int] = ..., max_request_id_bytes: _Optional[int] = ..., max_buffered_tokens: _Optional[int] = ..., max_label_bytes: _Optional[int] = ..., max_prompt_logprobs: _Optional[int] = ..., max_outputs: _Optional[int] = ..., max_logit_biases: _Optional[int] = ..., max_listed_token_ids: _Optional[int] = ..., max_banned_sequences: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., max_grammar_bytes: _Optional[int] = ..., max_choices: _Optional[int] = ..., slow_client_timeout: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resume_grace: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., retention: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., max_request_time: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reprioritize_burst: _Optional[int] = ..., reprioritize_per_s: _Optional[float] = ...) -> None: ...

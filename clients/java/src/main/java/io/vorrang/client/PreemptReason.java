@@ -8,8 +8,10 @@ public enum PreemptReason {
   BLOCKS,
   /** A running request grew and no block was free. */
   GROWTH,
-  /** An operator or the server itself took it back. */
+  /** An operator took it back. */
   OPERATOR,
+  /** What computes died or failed, and its KV is lost. */
+  RUNNER,
   /** A newer server gave a reason this client does not know. */
   UNKNOWN
 }
