@@ -7,13 +7,12 @@ and its priority can be changed while it is made.
 import asyncio
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, nullcontext, suppress
-from typing import Any
+from contextlib import nullcontext, suppress
 
 from rich.console import Console
 from rich.text import Text
 
+from clients.python.beside import beside
 from clients.python.chat_view import AnswerView, PlainAnswer, TerminalAnswer
 from clients.python.client import VorrangClient
 from clients.python.errors import ConnectionLost, SessionClosed, VorrangError
@@ -105,7 +104,7 @@ class Chat:
         stream: RequestStream | None = None
         try:
             stream = await self._start(self._conversation.options(text))
-            async with _beside(self._look_around(stream, progress, view, commands)):
+            async with beside(self._look_around(stream, progress, view, commands)):
                 async for event in stream:
                     if progress.apply(event) or isinstance(event, _SHOWN):
                         view.show(event.text if isinstance(event, Delta) else "")
@@ -157,18 +156,6 @@ class Chat:
                     self._conversation.priority = priority
             case _:
                 view.say(HELP)
-
-
-@asynccontextmanager
-async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Do work, which has no end, while the block runs."""
-    task = asyncio.ensure_future(work)
-    try:
-        yield
-    finally:
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
 
 
 async def _stop(stream: RequestStream) -> None:

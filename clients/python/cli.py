@@ -1,10 +1,7 @@
 """``vorrangctl``: the command line of the client. Exit codes: see ``command``."""
 
 import getpass
-import json
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,13 +12,11 @@ from clients.python import admin
 from clients.python.auth import hash_token
 from clients.python.bench_cli import bench
 from clients.python.chat import Conversation, converse
-from clients.python.client import VorrangClient
 from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
 from clients.python.demo import DemoOptions, run_demo
-from clients.python.events import Delta, QueueUpdate, Result
 from clients.python.explain import print_explanation
+from clients.python.generate import write_generated
 from clients.python.load_cli import load
-from clients.python.progress import Progress
 from clients.python.request import RequestOptions
 from clients.python.top import top
 from clients.python.watch import write_trace
@@ -156,54 +151,7 @@ def generate(
         turns = [{"role": "system", "content": system}] if system else []
         options["messages"] = [*turns, {"role": "user", "content": prompt}]
     plain = None if "messages" in options else prompt
-    run(_generate(target, plain, options, timeout, verbose=verbose, as_json=as_json))
-
-
-async def _generate(
-    target: str,
-    prompt: str | None,
-    options: RequestOptions,
-    timeout_s: float | None,
-    *,
-    verbose: bool,
-    as_json: bool,
-) -> None:
-    progress = Progress()
-    async with (
-        VorrangClient.from_environment(target) as client,
-        client.generate_stream(prompt, timeout_s=timeout_s, **options) as stream,
-    ):
-        is_only = options.get("n", 1) == 1
-        async for event in stream:
-            if verbose and (progress.apply(event) or isinstance(event, QueueUpdate)):
-                sys.stderr.write(f"[{progress.describe()}]\n")
-            if isinstance(event, Delta) and is_only and not as_json:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-        result = await stream.result()
-        if as_json:
-            sys.stdout.write(json.dumps(asdict(result)))
-        elif not is_only:
-            texts = (f"--- {index}\n{output.text}" for index, output in enumerate(result.outputs))
-            sys.stdout.write("\n".join(texts))
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        for line in () if as_json else logprob_lines(result):
-            sys.stderr.write(f"{line}\n")
-        sys.stderr.write(f"{usage_line(result)}\n")
-
-
-def logprob_lines(result: Result) -> Iterator[str]:
-    """Log probabilities of the prompt and of each output, a JSON object a token."""
-    parts = [("prompt", result.prompt_logprobs)]
-    parts += [(f"output {index}", output.logprobs) for index, output in enumerate(result.outputs)]
-    for part, positions in parts:
-        for position in positions:
-            sampled = position.sampled
-            top = {entry.token_id: round(entry.logprob, 4) for entry in position.top}
-            yield json.dumps(
-                {"of": part, "token": sampled.token_id, "logprob": round(sampled.logprob, 4), "top": top}
-            )
+    run(write_generated(target, plain, options, timeout, verbose=verbose, as_json=as_json))
 
 
 def _bias(text: str) -> tuple[int, float]:
@@ -212,24 +160,6 @@ def _bias(text: str) -> tuple[int, float]:
         return int(token_id), float(bias)
     except ValueError:
         raise typer.BadParameter(f"--logit-bias must be ID:BIAS, got {text!r}") from None
-
-
-def usage_line(result: Result) -> str:
-    """What a request has cost, on one line."""
-    usage = result.usage
-    parts = [
-        f"{usage.output_tokens} tokens, {result.finish_reason}",
-        f"prompt {usage.prompt_tokens} ({usage.cached_tokens} cached)",
-    ]
-    if result.accepted is not None:
-        parts.append(f"level {result.accepted.level}")
-    if result.ttft_s is not None:
-        parts.append(f"TTFT {result.ttft_s:.3f} s")
-    if result.tpot_s is not None:
-        parts.append(f"{result.tpot_s * 1000:.1f} ms/token")
-    if usage.preemptions:
-        parts.append(f"preempted {usage.preemptions}x, {usage.recomputed_tokens} tokens recomputed")
-    return " | ".join(parts)
 
 
 @main.command()

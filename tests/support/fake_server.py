@@ -57,7 +57,7 @@ class FakeSession:
 
     def __init__(self, context: Any, server: "FakeServer") -> None:
         self.context = context
-        self._server = server
+        self.server = server
 
     async def receive(self, command: str) -> Any:
         """The next frame, which must hold ``command``."""
@@ -89,7 +89,7 @@ class FakeSession:
 
     async def vanish(self) -> None:
         """Let the server cut every call at once and stop listening."""
-        await self._server.vanish()
+        await self.server.vanish()
 
     async def hold(self) -> None:
         """Do nothing until the call is cancelled."""

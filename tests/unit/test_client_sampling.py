@@ -7,7 +7,7 @@ import pytest
 import pytest_asyncio
 
 from clients.python import Delta, InvalidRequest, OutputFinished, PromptLogprobs, Result, VorrangClient
-from clients.python.cli import logprob_lines
+from clients.python.generate import logprob_lines
 from clients.python.request import encode_spec
 from engine.runner.scripted import expected_output
 from engine.sampling import sibling_seed
