@@ -26,7 +26,7 @@ from clients.python.command import (
     run,
 )
 from clients.python.load import LoadOptions
-from clients.python.load_cli import check_writable, tokens_of, watched_load
+from clients.python.load_cli import Adapters, check_writable, tokens_of, watched_load
 from clients.python.load_workload import parse_classes
 from clients.python.openai_load import OpenAiTarget, run_openai_load
 from report.page import Facts, write_report
@@ -77,6 +77,7 @@ def bench(
         list[str] | None,
         typer.Option(help="TENANT=VARIABLE: environment variable with its token; repeatable."),
     ] = None,
+    adapter: Adapters = None,
     openai: Annotated[
         str | None,
         typer.Option(
@@ -115,10 +116,13 @@ def bench(
             num_sessions=sessions,
             drain_s=drain,
             tokens=tokens_of(tenant_token or []),
+            adapters=adapter or (),
             sample_s=sample,
             control=control or "",
         )
         other = _other_server(openai, openai_model, openai_prompts, send_level=openai_levels)
+        if other is not None and adapter:
+            raise ValueError("--adapter can't be used with --openai: --openai-model names adapters there")
         for path in (output, records):
             check_writable(path)
     done: list[Run] = []

@@ -39,13 +39,17 @@ class Conversation:
         priority: class name or level of the answers.
         max_tokens: longest answer.
         temperature: 0 = greedy.
+        adapter: LoRA adapter of the model; empty = none.
     """
 
-    def __init__(self, *, system: str, priority: str, max_tokens: int, temperature: float) -> None:
+    def __init__(
+        self, *, system: str, priority: str, max_tokens: int, temperature: float, adapter: str = ""
+    ) -> None:
         self._system = [{"role": "system", "content": system}] if system else []
         self.priority = priority
         self._max_tokens = max_tokens
         self._temperature = temperature
+        self._adapter = adapter
         self._turns: list[dict[str, str]] = []
 
     def reset(self) -> None:
@@ -59,6 +63,7 @@ class Conversation:
             priority=self.priority,
             max_tokens=self._max_tokens,
             temperature=self._temperature,
+            adapter=self._adapter,
             label="vorrangctl chat",
         )
 

@@ -12,7 +12,7 @@ from clients.python import admin
 from clients.python.auth import hash_token
 from clients.python.bench_cli import bench
 from clients.python.chat import Conversation, converse
-from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Target, expected_failures, run
+from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Adapter, Target, expected_failures, run
 from clients.python.demo import DemoOptions, run_demo
 from clients.python.explain import print_explanation
 from clients.python.generate import write_generated
@@ -56,6 +56,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.")],
     target: Target = DEFAULT_TARGET,
     priority: PriorityName = None,
+    adapter: Adapter = "",
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt as a user's message.")] = False,
     system: Annotated[str, typer.Option(help="System message; implies --chat.")] = "",
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest output, in tokens.")] = None,
@@ -119,6 +120,7 @@ def generate(
         prompt = sys.stdin.read()
     chosen: dict[str, Any] = {
         "priority": priority,
+        "adapter": adapter,
         "max_tokens": max_tokens,
         "temperature": temperature,
         "top_p": top_p,
@@ -169,10 +171,11 @@ def chat(
     system: Annotated[str, typer.Option(help="System message.")] = "",
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 = greedy.")] = 0.7,
+    adapter: Adapter = "",
 ) -> None:
     """Chat in the terminal and see when an answer waits, is preempted and goes on."""
     conversation = Conversation(
-        system=system, priority=priority, max_tokens=max_tokens, temperature=temperature
+        system=system, priority=priority, max_tokens=max_tokens, temperature=temperature, adapter=adapter
     )
     with expected_failures():
         converse(target, conversation)

@@ -35,6 +35,10 @@ Control = Annotated[
     ),
 ]
 
+Adapter = Annotated[
+    str, typer.Option("--adapter", metavar="NAME", help="LoRA adapter of the model.", show_default="none")
+]
+
 
 class expected_failures:  # noqa: N801  # Reads as a statement where it is used.
     """Turns failures a user must expect into one line and an exit code."""

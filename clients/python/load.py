@@ -46,6 +46,7 @@ class LoadOptions:
             cancelled and count as errors, ``UNFINISHED``.
         tokens: bearer tokens by tenant of the workload; others use ``VORRANG_TOKEN``.
         model: that is asked for; empty = the one that is served.
+        adapters: LoRA adapters that requests name in turn; an empty name = none.
         sample_s: seconds between two looks at the server's load; 0 = none.
         control: address of ControlService; empty = the server's.
 
@@ -59,6 +60,7 @@ class LoadOptions:
     drain_s: float = 60.0
     tokens: Mapping[str, str] = field(default_factory=dict)
     model: str = ""
+    adapters: Sequence[str] = ()
     sample_s: float = 0.0
     control: str = ""
 
@@ -73,6 +75,10 @@ class LoadOptions:
             value = getattr(self, name)
             if not least <= value <= most:
                 raise ValueError(f"{name}: must be between {least:g} and {most:g}, got {value!r}")
+
+    def adapter_of(self, index: int) -> str:
+        """The adapter that the request of that index in the workload names."""
+        return self.adapters[index % len(self.adapters)] if self.adapters else ""
 
 
 async def run_load(
@@ -219,6 +225,7 @@ class _Generator:
                 ignore_eos=True,
                 label=arrival.label or "vorrangctl load",
                 model=self._options.model,
+                adapter=self._options.adapter_of(arrival.index),
             )
             record.sent_s = time.monotonic() - self._started_s
             self._state.num_sent += 1

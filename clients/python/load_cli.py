@@ -35,6 +35,15 @@ from workloads.records import Run, write_runs
 from workloads.statistics import parse_target
 
 _PLAIN_COLUMNS = 120
+
+Adapters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--adapter",
+        metavar="NAME",
+        help='LoRA adapter; repeatable: requests name them in turn. "" = none.',
+    ),
+]
 _TICK_S = 0.25
 
 
@@ -75,6 +84,7 @@ def load(
         typer.Option(help="TENANT=VARIABLE: environment variable with its token; repeatable."),
     ] = None,
     model: Annotated[str, typer.Option(help="Model that is asked for.")] = "",
+    adapter: Adapters = None,
     sample: Annotated[
         float, typer.Option(help="Seconds between looks at the server's load; 0 = none.")
     ] = 0.0,
@@ -105,6 +115,7 @@ def load(
             drain_s=drain,
             tokens=tokens_of(tenant_token or []),
             model=model,
+            adapters=adapter or (),
             sample_s=sample,
             control=control or "",
         )

@@ -103,6 +103,7 @@ def test_another_server_is_driven_with_the_same_workload(tmp_path):
     [
         (["--openai", "ftp://x", "--openai-model", "m"], "--openai must be an http or https address"),
         (["--openai", "http://x"], "--openai-model must name the model"),
+        (["--openai", "http://x", "--openai-model", "m", "--adapter", "a"], "--openai-model names adapters"),
         (["--openai", "http://x", "--openai-model", "m", "--openai-prompts", "x"], "tokens or words"),
     ],
 )

@@ -38,6 +38,7 @@ async def test_without_a_terminal_it_answers_line_by_line_and_remembers():
         for number in (1, 2, 3, 4):
             start = await session.receive("start")
             asked.append([(m.role, m.content) for m in start.spec.prompt.chat.messages])
+            assert start.spec.adapter == "polite"
             request_id = start.request_id
             if asked[-1][-1][1] == "bad":
                 refusal = status(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL", "the queue is full")
@@ -54,7 +55,7 @@ async def test_without_a_terminal_it_answers_line_by_line_and_remembers():
 
     async with FakeServer(script, calls={"GetModel": get_model}) as server:
         stdin = "one\nbad\n/priority nonsense\n/priority 5\ntwo\n/reset\n\n/nonsense\nthree\n/quit\nnever\n"
-        code, out, err = await ctl("chat", target=server.target, stdin=stdin)
+        code, out, err = await ctl("chat", "--adapter", "polite", target=server.target, stdin=stdin)
     assert code == 0, err
     assert [line for line in out.splitlines() if line] == ["1 ", "3 ", "4 "]
     assert asked == [

@@ -145,6 +145,20 @@ async def test_a_failure_is_one_line_and_exit_code_1():
         assert (code, err) == (1, "vorrangctl: the queue is full (QUEUE_FULL)\n")
 
 
+async def test_generate_names_its_adapter_and_an_unknown_one_is_one_line():
+    settings: dict[str, object] = {"model.adapters": {"a": "", "b": ""}}
+    async with running_server(settings) as app:
+        for adapter, code in (("", 0), ("a", 0), ("b", 0), ("c", 1)):
+            found, out, err = await ctl(
+                *("generate", "hello", "--adapter", adapter, "--temperature", "0", "--max-tokens", "5"),
+                target=app.address,
+            )
+            assert found == code
+            if code == 0:
+                assert out.encode() == bytes(expected_output(list(b"hello"), 5, adapter=adapter)) + b"\n"
+    assert err == "vorrangctl: adapter 'c' is not served, only 'a', 'b' (UNKNOWN_MODEL)\n"
+
+
 async def one_token_until_cancelled(session: FakeSession) -> None:
     """Answer with a token, and expect a cancel after that."""
     await session.open()

@@ -82,6 +82,13 @@ async def test_what_the_server_refuses_is_counted_by_reason() -> None:
     assert summary.messages["QUEUE_FULL"]
 
 
+async def test_requests_name_adapters_in_turn() -> None:
+    async with running_server({"model.adapters": {"a": ""}}) as app:
+        run = await run_load(app.address, constant(9), LoadOptions(adapters=("a", "", "nobody's")))
+    ends = [record.error or record.reason for record in run.records]
+    assert ends == ["length", "length", "UNKNOWN_MODEL"] * 3
+
+
 async def test_no_more_than_may_are_alive() -> None:
     runner = HeldRunner(64, 16)
     async with running_server(runner=runner) as app:

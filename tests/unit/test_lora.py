@@ -27,9 +27,11 @@ from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
 from kernels import registry
+from tests.e2e.test_client_cli import ctl
 from tests.support.adapters import ALL, merged, write_adapter
 from tests.support.models import TINY_VOCAB_SIZE, tiny
 from tests.support.process import run_cli
+from tests.support.server import running_server
 from tests.support.wire import settled
 
 BLOCK = 16
@@ -214,6 +216,28 @@ async def test_a_prefix_is_found_again_under_the_same_adapter_alone(llama):
 
     assert [usage.cached_tokens for _, _, usage in found] == [0, 0, 0, 48, 48, 48]
     assert [each[0] for each in found] == [greedy(llama.wanted[name], tokens, 4) for name in names]
+
+
+@pytest.mark.asyncio
+async def test_the_command_line_gets_the_words_of_the_adapter_it_names(llama):
+    loaded, asked = llama.load(), "Who speaks?"
+    ids = loaded.tokenizer.encode(asked)
+    async with running_server(runner=InlineRunner(loaded.model), tokenizer=loaded.tokenizer) as app:
+        arguments = (
+            "generate",
+            asked,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            "8",
+            "--min-tokens",
+            "8",
+            "--json",
+        )
+        for name in ("", "first", "second"):
+            code, out, err = await ctl(*arguments, "--adapter", name, target=app.address)
+            assert code == 0, err
+            assert json.loads(out)["token_ids"] == greedy(llama.wanted[name], ids, 8)
 
 
 @pytest.mark.asyncio
