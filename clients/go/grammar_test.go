@@ -20,6 +20,7 @@ func TestAChoiceIsObeyedAndOtherGrammarsAreRefusedByAScriptedModel(t *testing.T)
 	}
 	for field, option := range map[string]vorrang.RequestOption{
 		"grammar.regex":       vorrang.WithRegex("a+"),
+		"grammar.ebnf":        vorrang.WithEBNF(`root ::= "a"`),
 		"grammar.json_schema": vorrang.WithJSONSchema(`{"type": "integer"}`),
 	} {
 		_, err := client.Generate(within(t), request, option)

@@ -9,6 +9,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"regexp"
 	"strings"
 	"testing"
 	"time"
@@ -114,6 +115,31 @@ func guideSlowly(ctx context.Context, session *vorrang.Session, work func(text s
 	return nil
 }
 
+func guideSeveral(ctx context.Context, out io.Writer, client *vorrang.Client) error {
+	result, err := client.Generate(ctx, vorrang.Request{Prompt: "Once upon a time"},
+		vorrang.WithOutputs(3), vorrang.WithLogprobs(2), vorrang.WithMaxTokens(12))
+	if err != nil {
+		return err
+	}
+	for _, output := range result.Outputs {
+		logprob := float32(0)
+		for _, position := range output.Logprobs {
+			logprob += position.GetSampled().GetLogprob()
+		}
+		fmt.Fprintf(out, "%.1f %s\n", logprob, output.Text)
+	}
+	return nil
+}
+
+func guideChoose(ctx context.Context, client *vorrang.Client) (string, error) {
+	answer, err := client.Generate(ctx, vorrang.Request{Prompt: "Is the earth flat? Answer:"},
+		vorrang.WithChoice(" yes", " no"))
+	if err != nil {
+		return "", err
+	}
+	return answer.Text, nil
+}
+
 func guideResume(ctx context.Context, session *vorrang.Session, stream *vorrang.Stream) (string, error) {
 	var text strings.Builder
 	for {
@@ -188,6 +214,16 @@ func TestTheGuidesFirstProgramsWork(t *testing.T) {
 		t.Fatal(err)
 	}
 	equal(t, "answer", answer, scripted("Once upon a time", 32))
+	several := &strings.Builder{}
+	if err := guideSeveral(ctx, several, dial(t, address)); err != nil {
+		t.Fatal(err)
+	}
+	if !regexp.MustCompile(`^(-\d+\.\d .{12}\n){3}$`).MatchString(several.String()) {
+		t.Errorf("several outputs: %q", several)
+	}
+	if chosen, err := guideChoose(ctx, dial(t, address)); err != nil || chosen != " yes" && chosen != " no" {
+		t.Errorf("a choice: %q, %v", chosen, err)
+	}
 
 	session, err := guideSession(ctx, dial(t, address))
 	if err != nil {

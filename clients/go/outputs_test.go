@@ -13,9 +13,9 @@ func TestSeveralOutputsAndLogProbabilities(t *testing.T) {
 	const numOutputs, numTokens = 3, 6
 	prompt := "a prompt that is longer than a block of the pool"
 	request := vorrang.Request{Prompt: prompt, Sampling: &vorrangv1.SamplingParams{
-		Temperature: proto.Float32(1), Seed: proto.Uint64(9), PromptLogprobs: proto.Uint32(1)}}
-	options := []vorrang.RequestOption{
-		vorrang.WithMaxTokens(numTokens), vorrang.WithOutputs(numOutputs), vorrang.WithLogprobs(2)}
+		Temperature: proto.Float32(1), Seed: proto.Uint64(9)}}
+	options := []vorrang.RequestOption{vorrang.WithMaxTokens(numTokens), vorrang.WithOutputs(numOutputs),
+		vorrang.WithLogprobs(2), vorrang.WithPromptLogprobs(1)}
 	client := dial(t, serve(t).Address)
 	stream, err := open(t, client).Start(within(t), request, options...)
 	if err != nil {
@@ -51,7 +51,10 @@ func TestSeveralOutputsAndLogProbabilities(t *testing.T) {
 			t.Errorf("the whole is %+v", got)
 		}
 		if len(got.PromptLogprobs) != len(prompt)-1 {
-			t.Errorf("%d tokens of the prompt are scored", len(got.PromptLogprobs))
+			t.Fatalf("%d tokens of the prompt are scored", len(got.PromptLogprobs))
+		}
+		if got := len(got.PromptLogprobs[0].GetTop()); got != 1 {
+			t.Errorf("there are %d likeliest tokens of the prompt", got)
 		}
 	}
 }

@@ -131,7 +131,7 @@ func WithMaxTokens(tokens uint32) RequestOption {
 	return func(s *requestSettings) { s.sampling().MaxTokens = proto.Uint32(tokens) }
 }
 
-// WithJSONSchema has the output obey a JSON schema. Of this, [WithRegex] and [WithChoice] the last one counts.
+// WithJSONSchema has the output obey a JSON schema. Of this, [WithRegex], [WithEBNF] and [WithChoice] the last one counts.
 func WithJSONSchema(schema string) RequestOption {
 	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_JsonSchema{JsonSchema: schema}})
 }
@@ -139,6 +139,11 @@ func WithJSONSchema(schema string) RequestOption {
 // WithRegex has the whole output match a regular expression.
 func WithRegex(expression string) RequestOption {
 	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_Regex{Regex: expression}})
+}
+
+// WithEBNF has the output obey a grammar in the form of GBNF; it begins with the rule "root".
+func WithEBNF(grammar string) RequestOption {
+	return withGrammar(&vorrangv1.Grammar{Value: &vorrangv1.Grammar_Ebnf{Ebnf: grammar}})
 }
 
 // WithChoice has the output be one of several answers.
@@ -159,6 +164,11 @@ func WithOutputs(count uint32) RequestOption {
 // WithLogprobs asks for the log probability of each token, and of so many likeliest ones.
 func WithLogprobs(top uint32) RequestOption {
 	return func(s *requestSettings) { s.sampling().Logprobs = proto.Uint32(top) }
+}
+
+// WithPromptLogprobs asks for the same of the tokens of the prompt; see [Result.PromptLogprobs].
+func WithPromptLogprobs(top uint32) RequestOption {
+	return func(s *requestSettings) { s.sampling().PromptLogprobs = proto.Uint32(top) }
 }
 
 // WithTemperature sets the softmax temperature; 0 = greedy.

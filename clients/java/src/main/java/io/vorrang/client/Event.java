@@ -41,8 +41,18 @@ public sealed interface Event {
    *
    * @param promptTokens tokens of the prompt
    * @param cachedTokens of these, found in the prefix cache
+   * @param outputIndex which of several outputs it is, from 0
    */
-  record Started(int promptTokens, int cachedTokens) implements Event {}
+  record Started(int promptTokens, int cachedTokens, int outputIndex) implements Event {}
+
+  /**
+   * Log probabilities of tokens of the prompt, if asked for: before the first output, each token once,
+   * and in pieces when the prompt is computed in pieces. The first token has none.
+   *
+   * @param firstTokenIndex index of the first of them in the prompt, from 1
+   * @param positions one entry per token
+   */
+  record PromptLogprobs(int firstTokenIndex, List<PositionLogprobs> positions) implements Event {}
 
   /**
    * New output: never cumulative, never repeated; several tokens when the reader lags.
@@ -52,9 +62,14 @@ public sealed interface Event {
    * @param tokenIds new token ids
    * @param firstTokenIndex index of the first of them in the output, from 0
    * @param logprobs one entry per token, if asked for
+   * @param outputIndex which of several outputs it belongs to, from 0
    */
   record Delta(
-      String text, List<Integer> tokenIds, int firstTokenIndex, List<PositionLogprobs> logprobs)
+      String text,
+      List<Integer> tokenIds,
+      int firstTokenIndex,
+      List<PositionLogprobs> logprobs,
+      int outputIndex)
       implements Event {}
 
   /**
@@ -66,9 +81,9 @@ public sealed interface Event {
   record TokenLogprob(int tokenId, float logprob) {}
 
   /**
-   * Log probabilities at one output position.
+   * Log probabilities at one position of an output or the prompt.
    *
-   * @param sampled the sampled token
+   * @param sampled the token that stands there
    * @param top the likeliest tokens, likeliest first
    */
   record PositionLogprobs(TokenLogprob sampled, List<TokenLogprob> top) {}
@@ -78,15 +93,17 @@ public sealed interface Event {
    *
    * @param reason what was needed
    * @param count how often it has been preempted, this time included
+   * @param outputIndex which of several outputs it is, from 0
    */
-  record Preempted(PreemptReason reason, int count) implements Event {}
+  record Preempted(PreemptReason reason, int count, int outputIndex) implements Event {}
 
   /**
    * It is being computed again after a preemption.
    *
    * @param recomputedTokens tokens that must be computed again
+   * @param outputIndex which of several outputs it is, from 0
    */
-  record Resumed(int recomputedTokens) implements Event {}
+  record Resumed(int recomputedTokens, int outputIndex) implements Event {}
 
   /**
    * Its priority has changed.
@@ -98,7 +115,15 @@ public sealed interface Event {
   record PriorityChanged(int level, boolean capped, boolean priorityIgnored) implements Event {}
 
   /**
-   * It ended with an output.
+   * One of several outputs has ended; {@link Finished} follows when all have.
+   *
+   * @param outputIndex which, from 0
+   * @param finished why, and what it cost by itself
+   */
+  record OutputFinished(int outputIndex, Finished finished) implements Event {}
+
+  /**
+   * It ended with an output, or with all of several.
    *
    * @param reason why it ended
    * @param usage what it cost

@@ -1,9 +1,7 @@
 package io.vorrang.client;
 
 import java.util.ArrayDeque;
-import java.util.ArrayList;
 import java.util.Iterator;
-import java.util.List;
 import java.util.NoSuchElementException;
 import java.util.Objects;
 import java.util.concurrent.CompletableFuture;
@@ -382,61 +380,6 @@ public abstract sealed class EventStream
       }
       consumed(slot);
       return slot.event();
-    }
-  }
-
-  /** Puts a whole output together. */
-  private static final class Collector implements Flow.Subscriber<Event> {
-    private final CompletableFuture<Result> future;
-    private final StringBuilder text = new StringBuilder();
-    private final List<Integer> tokenIds = new ArrayList<>();
-    private Event.Accepted accepted;
-    private Event.Finished finished;
-
-    Collector() {
-      this(new CompletableFuture<>());
-    }
-
-    Collector(CompletableFuture<Result> future) {
-      this.future = future;
-    }
-
-    void add(Event event) {
-      if (event instanceof Event.Delta delta) {
-        text.append(delta.text());
-        tokenIds.addAll(delta.tokenIds());
-      } else if (event instanceof Event.Accepted first) {
-        accepted = first;
-      } else if (event instanceof Event.Finished last) {
-        finished = last;
-      }
-    }
-
-    Result result() {
-      if (finished == null) {
-        throw ConnectionLostException.because("the stream was closed before the request had ended");
-      }
-      return new Result(text.toString(), List.copyOf(tokenIds), accepted, finished);
-    }
-
-    @Override
-    public void onSubscribe(Flow.Subscription subscription) {
-      subscription.request(Long.MAX_VALUE);
-    }
-
-    @Override
-    public void onNext(Event event) {
-      add(event);
-    }
-
-    @Override
-    public void onError(Throwable error) {
-      future.completeExceptionally(error);
-    }
-
-    @Override
-    public void onComplete() {
-      future.complete(result());
     }
   }
 }

@@ -2,7 +2,9 @@ package io.vorrang.client;
 
 import io.vorrang.v1.ChatMessage;
 import io.vorrang.v1.ChatPrompt;
+import io.vorrang.v1.Choice;
 import io.vorrang.v1.GenerationSpec;
+import io.vorrang.v1.Grammar;
 import io.vorrang.v1.Prompt;
 import io.vorrang.v1.SamplingParams;
 import io.vorrang.v1.TokenIds;
@@ -119,9 +121,61 @@ public final class Request {
       return sampling(s -> s.addAllStopStrings(List.of(stopStrings)));
     }
 
+    /** Tell each token's log probability, and those of so many likeliest tokens beside it. */
+    public Builder logprobs(int topTokens) {
+      return sampling(s -> s.setLogprobs(topTokens));
+    }
+
+    /** The same for the tokens of the prompt; see {@link Result#promptLogprobs}. */
+    public Builder promptLogprobs(int topTokens) {
+      return sampling(s -> s.setPromptLogprobs(topTokens));
+    }
+
     /** Any other sampling parameter, as the wire names it. */
     public Builder sampling(Consumer<SamplingParams.Builder> change) {
       change.accept(spec.getSamplingBuilder());
+      return this;
+    }
+
+    /**
+     * Number of outputs, each with a seed of its own, at least 1; more than one need a temperature
+     * above 0. See {@link Result#outputs}, and {@code outputIndex} of the events.
+     */
+    public Builder outputs(int count) {
+      spec.setNumOutputs(count);
+      return this;
+    }
+
+    /**
+     * Have the output obey a JSON schema, which is given as JSON. Of this, {@link #regex}, {@link #ebnf}
+     * and {@link #choice} the last one counts.
+     */
+    public Builder jsonSchema(String schema) {
+      return grammar(g -> g.setJsonSchema(schema));
+    }
+
+    /** Have the whole output match a regular expression. */
+    public Builder regex(String expression) {
+      return grammar(g -> g.setRegex(expression));
+    }
+
+    /** Have the output obey a grammar in EBNF, in the form of GBNF; it begins with the rule {@code root}. */
+    public Builder ebnf(String grammar) {
+      return grammar(g -> g.setEbnf(grammar));
+    }
+
+    /** Have the output be one of several answers. */
+    public Builder choice(List<String> answers) {
+      return grammar(g -> g.setChoice(Choice.newBuilder().addAllOptions(answers)));
+    }
+
+    /** Have the output be one of several answers. */
+    public Builder choice(String... answers) {
+      return choice(List.of(answers));
+    }
+
+    private Builder grammar(Consumer<Grammar.Builder> change) {
+      change.accept(spec.getGrammarBuilder());
       return this;
     }
 

@@ -8,7 +8,6 @@ import io.grpc.StatusRuntimeException;
 import io.grpc.TlsChannelCredentials;
 import io.vorrang.v1.DetokenizeRequest;
 import io.vorrang.v1.GenerateRequest;
-import io.vorrang.v1.GenerateResponse;
 import io.vorrang.v1.GenerateStreamRequest;
 import io.vorrang.v1.GenerationServiceGrpc;
 import io.vorrang.v1.GenerationServiceGrpc.GenerationServiceBlockingStub;
@@ -88,12 +87,7 @@ public final class VorrangClient implements AutoCloseable {
   public Result generate(Request request, Duration timeout) {
     var message =
         GenerateRequest.newBuilder().setRequestId(request.id()).setSpec(request.spec()).build();
-    GenerateResponse response = call(timeout, stub -> stub.generate(message));
-    return new Result(
-        response.getText(),
-        List.copyOf(response.getTokenIdsList()),
-        Wire.accepted(response.getAccepted()),
-        Wire.finished(response.getFinished()));
+    return Wire.result(call(timeout, stub -> stub.generate(message)));
   }
 
   /** One request as a streaming call, without a deadline; see {@link #generateStream(Request, Duration)}. */

@@ -4,8 +4,11 @@ import com.google.protobuf.ProtocolMessageEnum;
 import io.vorrang.v1.AcceptedEvent;
 import io.vorrang.v1.DeltaEvent;
 import io.vorrang.v1.FinishedEvent;
+import io.vorrang.v1.GenerateOutput;
+import io.vorrang.v1.GenerateResponse;
 import io.vorrang.v1.GenerateStreamResponse;
 import io.vorrang.v1.PriorityChangedEvent;
+import io.vorrang.v1.PromptLogprobsEvent;
 import io.vorrang.v1.SessionResponse;
 import java.time.Duration;
 import java.util.Arrays;
@@ -48,11 +51,15 @@ final class Wire {
         switch (frame.getEventCase()) {
           case ACCEPTED -> accepted(frame.getAccepted());
           case QUEUE_UPDATE -> new Event.QueueUpdate(frame.getQueueUpdate().getQueuePosition());
-          case STARTED -> started(frame.getStarted());
-          case DELTA -> delta(frame.getDelta());
-          case PREEMPTED -> preempted(frame.getPreempted());
-          case RESUMED -> new Event.Resumed(frame.getResumed().getRecomputedTokens());
+          case STARTED -> started(frame.getStarted(), frame.getOutputIndex());
+          case PROMPT_LOGPROBS -> promptLogprobs(frame.getPromptLogprobs());
+          case DELTA -> delta(frame.getDelta(), frame.getOutputIndex());
+          case PREEMPTED -> preempted(frame.getPreempted(), frame.getOutputIndex());
+          case RESUMED -> resumed(frame.getResumed(), frame.getOutputIndex());
           case PRIORITY_CHANGED -> priorityChanged(frame.getPriorityChanged());
+          case OUTPUT_FINISHED ->
+              new Event.OutputFinished(
+                  frame.getOutputIndex(), finished(frame.getOutputFinished()));
           case FINISHED -> finished(frame.getFinished());
           default -> null;
         });
@@ -64,11 +71,15 @@ final class Wire {
         switch (frame.getEventCase()) {
           case ACCEPTED -> accepted(frame.getAccepted());
           case QUEUE_UPDATE -> new Event.QueueUpdate(frame.getQueueUpdate().getQueuePosition());
-          case STARTED -> started(frame.getStarted());
-          case DELTA -> delta(frame.getDelta());
-          case PREEMPTED -> preempted(frame.getPreempted());
-          case RESUMED -> new Event.Resumed(frame.getResumed().getRecomputedTokens());
+          case STARTED -> started(frame.getStarted(), frame.getOutputIndex());
+          case PROMPT_LOGPROBS -> promptLogprobs(frame.getPromptLogprobs());
+          case DELTA -> delta(frame.getDelta(), frame.getOutputIndex());
+          case PREEMPTED -> preempted(frame.getPreempted(), frame.getOutputIndex());
+          case RESUMED -> resumed(frame.getResumed(), frame.getOutputIndex());
           case PRIORITY_CHANGED -> priorityChanged(frame.getPriorityChanged());
+          case OUTPUT_FINISHED ->
+              new Event.OutputFinished(
+                  frame.getOutputIndex(), finished(frame.getOutputFinished()));
           case FINISHED -> finished(frame.getFinished());
           default -> null;
         });
@@ -107,22 +118,58 @@ final class Wire {
         .orElse(otherwise);
   }
 
-  private static Event.Started started(io.vorrang.v1.StartedEvent event) {
-    return new Event.Started(event.getPromptTokens(), event.getCachedTokens());
+  /** The outcome of a call; an only output is not repeated among the outputs there. */
+  static Result result(GenerateResponse response) {
+    var finished = finished(response.getFinished());
+    var outputs = response.getOutputsList().stream().map(Wire::output).toList();
+    if (outputs.isEmpty()) {
+      var tokenIds = List.copyOf(response.getTokenIdsList());
+      var logprobs = logprobs(response.getLogprobsList());
+      outputs = List.of(new Output(response.getText(), tokenIds, logprobs, finished));
+    }
+    var promptLogprobs = logprobs(response.getPromptLogprobsList());
+    return new Result(outputs, promptLogprobs, accepted(response.getAccepted()), finished);
   }
 
-  private static Event.Delta delta(DeltaEvent event) {
+  private static Output output(GenerateOutput output) {
+    return new Output(
+        output.getText(),
+        List.copyOf(output.getTokenIdsList()),
+        logprobs(output.getLogprobsList()),
+        finished(output.getFinished()));
+  }
+
+  private static Event.Started started(io.vorrang.v1.StartedEvent event, int outputIndex) {
+    return new Event.Started(event.getPromptTokens(), event.getCachedTokens(), outputIndex);
+  }
+
+  private static Event.PromptLogprobs promptLogprobs(PromptLogprobsEvent event) {
+    return new Event.PromptLogprobs(
+        event.getFirstTokenIndex(), logprobs(event.getPositionsList()));
+  }
+
+  private static Event.Delta delta(DeltaEvent event, int outputIndex) {
     return new Event.Delta(
         event.getText(),
         List.copyOf(event.getTokenIdsList()),
         event.getFirstTokenIndex(),
-        event.getLogprobsList().stream().map(Wire::logprobs).toList());
+        logprobs(event.getLogprobsList()),
+        outputIndex);
   }
 
-  private static Event.Preempted preempted(io.vorrang.v1.PreemptedEvent event) {
+  private static Event.Preempted preempted(io.vorrang.v1.PreemptedEvent event, int outputIndex) {
     var reason = suffix(event.getReason(), "PREEMPT_REASON_", event.getReasonValue());
     return new Event.Preempted(
-        named(PreemptReason.class, reason, PreemptReason.UNKNOWN), event.getCount());
+        named(PreemptReason.class, reason, PreemptReason.UNKNOWN), event.getCount(), outputIndex);
+  }
+
+  private static Event.Resumed resumed(io.vorrang.v1.ResumedEvent event, int outputIndex) {
+    return new Event.Resumed(event.getRecomputedTokens(), outputIndex);
+  }
+
+  private static List<Event.PositionLogprobs> logprobs(
+      List<io.vorrang.v1.PositionLogprobs> positions) {
+    return positions.stream().map(Wire::logprobs).toList();
   }
 
   private static Event.PositionLogprobs logprobs(io.vorrang.v1.PositionLogprobs position) {

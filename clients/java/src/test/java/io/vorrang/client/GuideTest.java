@@ -8,6 +8,7 @@ import java.io.ByteArrayOutputStream;
 import java.io.PrintStream;
 import java.nio.charset.StandardCharsets;
 import java.util.Iterator;
+import java.util.List;
 import java.util.Map;
 import java.util.concurrent.TimeUnit;
 import org.junit.jupiter.api.Test;
@@ -30,6 +31,10 @@ class GuideTest {
     try (ServerProcess server = ServerProcess.start(settings);
         VorrangClient client = VorrangClient.builder().target(server.address).build()) {
       assertEquals(Scripted.continuation(STORY, 32), Guide.answer(server.address));
+      Guide.several(client, out);
+      String several = written();
+      assertTrue(several.matches("(-\\d+[.,]\\d .{12}\\R){3}"), several);
+      assertTrue(List.of(" yes", " no").contains(Guide.choose(client)));
       try (Session session = Guide.session(client)) {
         String said = Guide.overtake(session, out);
         assertTrue(said.matches("LENGTH after [01] preemptions"), said);

@@ -4,6 +4,7 @@ import io.vorrang.client.ConnectionLostException;
 import io.vorrang.client.Event;
 import io.vorrang.client.GenerationStream;
 import io.vorrang.client.Message;
+import io.vorrang.client.Output;
 import io.vorrang.client.Priority;
 import io.vorrang.client.Request;
 import io.vorrang.client.Result;
@@ -129,6 +130,20 @@ public final class Guide {
           }
         });
     return done;
+  }
+
+  public static void several(VorrangClient client, PrintStream out) {
+    var request =
+        Request.text("Once upon a time").outputs(3).logprobs(2).maxTokens(12).seed(7).build();
+    for (Output output : client.generate(request).outputs()) {
+      double logprob = output.logprobs().stream().mapToDouble(each -> each.sampled().logprob()).sum();
+      out.printf("%.1f %s%n", logprob, output.text());
+    }
+  }
+
+  public static String choose(VorrangClient client) {
+    var request = Request.text("Is the earth flat? Answer:").choice(" yes", " no").build();
+    return client.generate(request).text();
   }
 
   public static GenerationStream takeOver(
