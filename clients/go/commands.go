@@ -24,16 +24,25 @@ func (s *Stream) Cancel(ctx context.Context) error {
 	return err
 }
 
-// Pause stops the computation and keeps the request's place; what was produced is still sent.
-func (s *Stream) Pause(ctx context.Context) error {
-	pause := &vorrangv1.PauseCommand{RequestId: s.id}
-	return s.command(ctx, &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Pause{Pause: pause}})
-}
+// Pause stops the computation and keeps the request's place; what was produced is still sent. What a lost gRPC stream
+// can't tell the server, the next one does.
+func (s *Stream) Pause(ctx context.Context) error { return s.pause(ctx, true) }
 
-// Unpause lifts a pause.
-func (s *Stream) Unpause(ctx context.Context) error {
-	unpause := &vorrangv1.UnpauseCommand{RequestId: s.id}
-	return s.command(ctx, &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Unpause{Unpause: unpause}})
+// Unpause lifts a pause, as Pause makes one.
+func (s *Stream) Unpause(ctx context.Context) error { return s.pause(ctx, false) }
+
+func (s *Stream) pause(ctx context.Context, paused bool) error {
+	s.mu.Lock()
+	s.paused, s.pauseSaid, s.pauseLink = paused, true, nil
+	if s.lost == nil {
+		s.pauseLink = s.link
+	}
+	s.mu.Unlock()
+	err := s.command(ctx, pauseFrame(s.id, paused))
+	if errors.Is(err, ErrDisconnected) {
+		return nil
+	}
+	return err
 }
 
 // Credit lets a request with [WithManualCredit] produce so many tokens more.
@@ -58,52 +67,64 @@ func (s *Stream) Credit(ctx context.Context, tokens uint32) error {
 
 // Reprioritize changes the priority of the request, queued or running, and waits for the level in force.
 //
+// With [WithAutoResume] it outlives the loss of the gRPC stream: the next one says it again. Without, the error is
+// [ErrDisconnected], and whether the server obeyed is not known.
+//
 // The error is of [ReasonSessionLimit], with RetryAfter, when it comes too often, and of [ReasonUnknownRequest] when
 // the request has ended.
 func (s *Stream) Reprioritize(ctx context.Context, priority Priority) (PriorityChanged, error) {
-	answer := make(chan acknowledgement, 1)
-	if err := s.sendChange(ctx, priority, answer); err != nil {
+	change := newChange(priority)
+	if err := s.sendChange(ctx, change); err != nil {
 		return PriorityChanged{}, err
 	}
 	select {
-	case acknowledged := <-answer:
+	case acknowledged := <-change.answer:
 		return acknowledged.event, acknowledged.err
 	case <-ctx.Done():
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		s.changes.leave(change)
 		return PriorityChanged{}, ctx.Err()
 	}
 }
 
-// sendChange sends a change of priority, so that answers come in the order of changes.
-func (s *Stream) sendChange(ctx context.Context, priority Priority, answer chan acknowledgement) error {
+// sendChange sends a change of priority, so that answers come in the order of changes; or leaves it to the next link.
+func (s *Stream) sendChange(ctx context.Context, change *change) error {
 	select {
 	case s.turn <- struct{}{}:
 		defer func() { <-s.turn }()
 	case <-ctx.Done():
 		return ctx.Err()
 	}
+	link, err := s.admit(change)
+	if link == nil || err != nil {
+		return err
+	}
+	err = link.send(ctx, change.frame(s.id))
+	if err == nil || errors.Is(err, ErrDisconnected) {
+		return nil // the loss answers it, or the next link says it
+	}
 	s.mu.Lock()
-	link, err := s.link, s.lost
+	defer s.mu.Unlock()
+	s.changes.withdraw(change)
+	return err
+}
+
+// admit lets a change wait for its answer; the link is the one to be told, nil while there is none.
+func (s *Stream) admit(change *change) (*link, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	if s.final != nil {
-		err = endedError(s.id)
+		return nil, endedError(s.id)
 	}
-	if err == nil {
-		s.changes = append(s.changes, answer)
+	if s.lost != nil && !s.patient {
+		return nil, s.lost
 	}
-	s.mu.Unlock()
-	if err != nil {
-		return err
+	s.changes.waiting = append(s.changes.waiting, change)
+	if s.lost == nil {
+		change.link = s.link
 	}
-	change := &vorrangv1.ReprioritizeCommand{RequestId: s.id, Priority: priority.wire()}
-	frame := &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Reprioritize{Reprioritize: change}}
-	if err := link.send(ctx, frame); err != nil {
-		s.mu.Lock()
-		defer s.mu.Unlock()
-		if len(s.changes) > 0 { // it is the newest, unless a loss has answered it
-			s.changes = s.changes[:len(s.changes)-1]
-		}
-		return err
-	}
-	return nil
+	return change.link, nil
 }
 
 // command sends a frame about the request, unless it has ended.
@@ -129,6 +150,15 @@ func endedError(id string) *Error {
 func cancelFrame(id string) *vorrangv1.SessionRequest {
 	cancel := &vorrangv1.CancelCommand{RequestId: id}
 	return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Cancel{Cancel: cancel}}
+}
+
+func pauseFrame(id string, paused bool) *vorrangv1.SessionRequest {
+	if !paused {
+		unpause := &vorrangv1.UnpauseCommand{RequestId: id}
+		return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Unpause{Unpause: unpause}}
+	}
+	pause := &vorrangv1.PauseCommand{RequestId: id}
+	return &vorrangv1.SessionRequest{Command: &vorrangv1.SessionRequest_Pause{Pause: pause}}
 }
 
 func creditFrame(id string, tokens uint32, acknowledged uint64) *vorrangv1.SessionRequest {

@@ -28,6 +28,7 @@ import (
 type fake struct {
 	vorrangv1.UnimplementedGenerationServiceServer
 	answer func(*vorrangv1.SessionRequest) []*vorrangv1.SessionResponse
+	breaks func(*vorrangv1.SessionRequest) bool // whether the stream breaks once a frame was answered; nil = never
 	status *statuspb.Status
 	tokens []string
 }
@@ -39,7 +40,7 @@ func (f *fake) Session(call grpc.BidiStreamingServer[vorrangv1.SessionRequest, v
 			return nil // half-closed or gone
 		}
 		answers := []*vorrangv1.SessionResponse{{Event: &vorrangv1.SessionResponse_Opened{
-			Opened: &vorrangv1.OpenedEvent{DefaultCreditTokens: 100}}}}
+			Opened: &vorrangv1.OpenedEvent{SessionToken: "token", DefaultCreditTokens: 100}}}}
 		if request.GetOpen() == nil {
 			answers = f.answer(request)
 		}
@@ -47,6 +48,9 @@ func (f *fake) Session(call grpc.BidiStreamingServer[vorrangv1.SessionRequest, v
 			if err := call.Send(answer); err != nil {
 				return err
 			}
+		}
+		if f.breaks != nil && f.breaks(request) {
+			return status.Error(codes.Unavailable, "broken")
 		}
 	}
 }
@@ -61,6 +65,20 @@ func (f *fake) GenerateStream(
 	_ *vorrangv1.GenerateStreamRequest, _ grpc.ServerStreamingServer[vorrangv1.GenerateStreamResponse],
 ) error {
 	return status.FromProto(f.status).Err()
+}
+
+// listen serves on a port of its own, for connections that are cut.
+func (f *fake) listen(t *testing.T) (address string) {
+	t.Helper()
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	server := grpc.NewServer()
+	vorrangv1.RegisterGenerationServiceServer(server, f)
+	go func() { _ = server.Serve(listener) }()
+	t.Cleanup(server.Stop)
+	return listener.Addr().String()
 }
 
 func (f *fake) serve(t *testing.T, options ...vorrang.DialOption) *vorrang.Client {
@@ -288,16 +306,8 @@ func TestAChangeOfPriorityThatTheEndOvertakesIsAnswered(t *testing.T) {
 }
 
 func TestATokenIsSentAndNeverInPlaintextToAnotherHost(t *testing.T) {
-	listener, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
 	served := &fake{status: wireStatus(t, codes.PermissionDenied, "PERMISSION_DENIED")}
-	server := grpc.NewServer()
-	vorrangv1.RegisterGenerationServiceServer(server, served)
-	go func() { _ = server.Serve(listener) }()
-	t.Cleanup(server.Stop)
-	client := dial(t, listener.Addr().String(), vorrang.WithToken("secret"))
+	client := dial(t, served.listen(t), vorrang.WithToken("secret"))
 	if _, err := client.Generate(within(t), greedy("hello")); !errors.Is(err, vorrang.ReasonPermissionDenied) {
 		t.Errorf("%v", err)
 	}

@@ -47,6 +47,19 @@ func (p Priority) String() string {
 	return strconv.Itoa(int(p.level))
 }
 
+// mayBecome says whether the server may make this level of it, as far as is known here.
+func (p Priority) mayBecome(level int) bool {
+	switch p {
+	case Interactive:
+		return level == -10
+	case Standard:
+		return level == 0
+	case Batch:
+		return level == 10
+	}
+	return p.class != "" || int(p.level) == level
+}
+
 func (p Priority) wire() *vorrangv1.Priority {
 	if p.class != "" {
 		return &vorrangv1.Priority{Value: &vorrangv1.Priority_ClassName{ClassName: p.class}}

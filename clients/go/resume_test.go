@@ -326,6 +326,10 @@ func TestWithAutoResumeNobodySeesALoss(t *testing.T) {
 					t.Errorf("%s: %v", prompt, err)
 					continue
 				}
+				// It can't have ended: it has less credit than that, and nobody reads it.
+				if changed, err := stream.Reprioritize(within(t), vorrang.Level(number)); err != nil || changed.Level != number {
+					t.Errorf("%s: its priority is %v, %v", prompt, changed, err)
+				}
 				whole, err := stream.Result(within(t))
 				if err != nil {
 					t.Errorf("%s: %v", prompt, err)

@@ -281,7 +281,7 @@ func (s *Session) onRejected(link *link, requestID string, event *vorrangv1.Comm
 			s.remove(stream)
 		}
 	case stream != nil && command == "reprioritize":
-		stream.acknowledge(acknowledgement{err: err})
+		stream.rejectChange(err)
 	case s.settings.onRejected != nil:
 		s.settings.onRejected(requestID, command, err)
 	}

@@ -43,9 +43,9 @@ func WithSessionToken(token string) SessionOption {
 	return func(s *sessionSettings) { s.open.ResumeSessionToken = token }
 }
 
-// WithAutoResume lets the session resume by itself after a loss, as [Session.Resume] does. Readers and starts wait
-// meanwhile; only when the server can't be reached for so long they get an error that is [ErrDisconnected]. Commands
-// never wait.
+// WithAutoResume lets the session resume by itself after a loss, as [Session.Resume] does. Readers, starts and changes
+// of priority wait meanwhile; only when the server can't be reached for so long they get an error that is
+// [ErrDisconnected]. Other commands never wait: a pause or a cancel is told later, and credit by hand gets that error.
 func WithAutoResume(patience time.Duration) SessionOption {
 	return func(s *sessionSettings) { s.patience = patience }
 }

@@ -30,21 +30,19 @@ type Stream struct {
 	received uint64 // sequence of the newest event
 	read     uint64 // sequence of the last event that Recv returned
 	credit   credit
-	changes  []chan acknowledgement // changes of priority under way, oldest first
+	changes  changes
 	// cancelled is whether a new link has to be told that nobody wants it any more.
 	cancelled bool
+	// paused is whether it is to stand still, and pauseLink the link that was told last; a new one has to be told too.
+	paused    bool
+	pauseLink *link
+	pauseSaid bool // whether anybody has said so or otherwise
 	release   func() bool
 }
 
 type waitingEvent struct {
 	event    Event
 	sequence uint64
-}
-
-// acknowledgement is the answer to a change of priority.
-type acknowledgement struct {
-	event PriorityChanged
-	err   error
 }
 
 func newStream(

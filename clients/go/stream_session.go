@@ -48,7 +48,7 @@ func (s *Stream) receive(frame *vorrangv1.SessionResponse) bool {
 	case nil: // one that a newer server sends
 		return false
 	case PriorityChanged:
-		s.answer(acknowledgement{event: event})
+		s.changes.answered(event)
 	case Delta:
 		s.credit.receive(len(event.TokenIDs))
 	}
@@ -97,18 +97,18 @@ func (s *Stream) end(err error) {
 		return
 	}
 	s.final = err
-	for len(s.changes) > 0 {
-		s.answer(acknowledgement{err: endedError(s.id)})
-	}
+	s.changes.end(endedError(s.id))
 	if s.release != nil {
 		s.release()
 	}
 	s.wake()
 }
 
+// fail ends it because its session has ended.
 func (s *Stream) fail(err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.changes.end(err)
 	s.end(err)
 }
 
@@ -134,22 +134,15 @@ func (s *Stream) reject(command string, err *Error) bool {
 	return true
 }
 
-// acknowledge answers the oldest change of priority.
-func (s *Stream) acknowledge(answer acknowledgement) {
+// rejectChange says that a change of priority was not obeyed.
+func (s *Stream) rejectChange(err *Error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.answer(answer)
+	s.changes.rejected(err)
 }
 
-func (s *Stream) answer(answer acknowledgement) {
-	if len(s.changes) > 0 {
-		s.changes[0] <- answer // has room for it
-		s.changes = s.changes[1:]
-	}
-}
-
-// disconnect says that a link has ended, and whether readers wait for the next one; harmless when the stream is on
-// another.
+// disconnect says that a link has ended, and whether readers and changes of priority wait for the next one; harmless
+// when the stream is on another.
 func (s *Stream) disconnect(link *link, patient bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -158,17 +151,20 @@ func (s *Stream) disconnect(link *link, patient bool) {
 	}
 	s.patient = patient
 	s.lost = errorFromLoss(link.err)
-	for len(s.changes) > 0 {
-		s.answer(acknowledgement{err: s.lost})
+	if !patient {
+		s.changes.end(s.lost)
 	}
 	s.wake()
 }
 
-// giveUp lets readers wait no more for a gRPC stream, if there is none.
+// giveUp lets nobody wait any more for a gRPC stream, if there is none.
 func (s *Stream) giveUp() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.patient = false
+	if s.lost != nil {
+		s.changes.end(s.lost)
+	}
 	s.wake()
 }
 
@@ -196,9 +192,10 @@ func (s *Stream) rebind(ctx context.Context, link *link) error {
 			return err
 		}
 	}
-	// Only now may readers grant credit: what came before the resumption would be forgotten by it.
+	if err := s.repeat(ctx, link); err != nil {
+		return err
+	}
 	s.mu.Lock()
-	s.lost = nil
 	cancelled := s.cancelled
 	s.mu.Unlock()
 	select {
@@ -210,4 +207,34 @@ func (s *Stream) rebind(ctx context.Context, link *link) error {
 		return link.send(ctx, cancelFrame(s.id))
 	}
 	return nil
+}
+
+// repeat says on a new link what was lost with another, and what was asked for meanwhile. Then the stream is no longer
+// lost.
+func (s *Stream) repeat(ctx context.Context, link *link) error {
+	for {
+		s.mu.Lock()
+		frames := s.unsaid(link)
+		if len(frames) == 0 {
+			// Only now may readers grant credit: what came before the resumption would be forgotten by it.
+			s.lost = nil
+			s.mu.Unlock()
+			return nil
+		}
+		s.mu.Unlock()
+		for _, frame := range frames {
+			if err := link.send(ctx, frame); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+func (s *Stream) unsaid(link *link) []*vorrangv1.SessionRequest {
+	frames := s.changes.unsaid(s.id, link)
+	if s.pauseSaid && s.pauseLink != link {
+		s.pauseLink = link
+		frames = append(frames, pauseFrame(s.id, s.paused))
+	}
+	return frames
 }

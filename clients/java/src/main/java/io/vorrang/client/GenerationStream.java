@@ -45,10 +45,12 @@ public final class GenerationStream extends EventStream {
   }
 
   /**
-   * Changes the priority of the request, queued or running.
+   * Changes the priority of the request, queued or running. It outlives the loss of the connection: it
+   * is said again on the next stream of the session.
    *
    * @return completed with what is in force now; or failed with {@link CommandRejectedException} when
-   *     the server did not obey, or {@link VorrangException} when the request or the session ended
+   *     the server did not obey, or {@link VorrangException} when the request or the session ended.
+   *     What is cancelled, or times out, before its answer is not said again
    */
   public CompletableFuture<Event.PriorityChanged> reprioritize(Priority priority) {
     return session.reprioritize(this, priority);

@@ -70,11 +70,6 @@ final class LiveRequests {
     changes.add(stream.requestId(), priority, answer);
   }
 
-  /** The stream is lost: whether the server obeyed is not known, nor whether its answer will come. */
-  void failChanges(VorrangException why) {
-    changes.failAll(why);
-  }
-
   void onEvent(SessionResponse frame) {
     GenerationStream stream = streams.get(frame.getRequestId());
     if (stream == null || frame.getSequence() <= stream.lastSequence) {
@@ -115,7 +110,8 @@ final class LiveRequests {
           end(requestId, Errors.ofStart(rejected));
         }
       }
-      case "reprioritize" -> changes.rejected(requestId, error);
+      case "reprioritize" ->
+          changes.rejected(requestId, error, streams.containsKey(requestId));
       default -> {} // Cancelling, pausing or granting what has just ended is no error.
     }
   }
@@ -140,6 +136,7 @@ final class LiveRequests {
       }
       outbox.addCredit(stream);
     }
+    frames.addAll(changes.repeat());
     return frames;
   }
 
@@ -153,6 +150,7 @@ final class LiveRequests {
   }
 
   void endAll(VorrangException why) {
+    changes.failAll(why);
     List.copyOf(streams.keySet()).forEach(id -> end(id, why));
   }
 

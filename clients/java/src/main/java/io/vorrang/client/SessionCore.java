@@ -174,12 +174,7 @@ final class SessionCore {
       checkOpen();
       awaitRoom();
       requests.addChange(stream, priority, answer);
-      var frame = Frames.reprioritize(stream.requestId(), priority);
-      if (state == State.LOST) {
-        outbox.add(frame); // after what the new stream begins with
-      } else {
-        send(frame);
-      }
+      send(Frames.reprioritize(stream.requestId(), priority));
     } catch (VorrangException refused) {
       answer.completeExceptionally(refused);
     } finally {
@@ -311,7 +306,6 @@ final class SessionCore {
     if (state == State.OPEN) {
       state = State.LOST;
       outbox.clear();
-      requests.failChanges(why);
       reconnection.begin();
       transport.later(this::giveUp, options.reconnectTimeout());
       guard.changed();

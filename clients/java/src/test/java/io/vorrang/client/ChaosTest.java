@@ -7,6 +7,10 @@ import static org.junit.jupiter.api.Assertions.assertTrue;
 import java.util.ArrayList;
 import java.util.List;
 import java.util.Random;
+import java.util.Set;
+import java.util.concurrent.CompletableFuture;
+import java.util.concurrent.ExecutionException;
+import java.util.concurrent.TimeUnit;
 import java.util.stream.LongStream;
 import org.junit.jupiter.api.Timeout;
 import org.junit.jupiter.api.extension.ExtendWith;
@@ -23,6 +27,10 @@ class ChaosTest {
   private static final int NUM_REQUESTS = 60;
 
   private record Run(String prompt, int numTokens, GenerationStream stream, Probe probe) {}
+
+  private record Change(int level, CompletableFuture<Event.PriorityChanged> answer) {}
+
+  private final List<Change> changes = new ArrayList<>();
 
   /** As many as {@code VORRANG_CHAOS_SEEDS} says, 3 unless set. */
   static LongStream seeds() {
@@ -55,6 +63,9 @@ class ChaosTest {
       for (Run run : runs) {
         check(run);
       }
+      for (Change change : changes) {
+        check(change);
+      }
       assertEquals(0, session.alive());
       session.close();
       assertEquals(0, client.transport().numOpen());
@@ -73,17 +84,31 @@ class ChaosTest {
     return new Run(prompt, numTokens, stream, Probe.on(stream, random.nextInt(5)));
   }
 
-  private static void disturb(Run run, Random random) {
+  private void disturb(Run run, Random random) {
     switch (random.nextInt(6)) {
       case 0 -> run.stream.pause();
       case 1 -> run.stream.unpause();
-      case 2 -> run.stream.reprioritize(Priority.level(random.nextInt(41) - 20));
+      case 2 -> {
+        int level = random.nextInt(41) - 20;
+        changes.add(new Change(level, run.stream.reprioritize(Priority.level(level))));
+      }
       case 3 -> {
         if (random.nextInt(3) == 0) {
           run.stream.cancel();
         }
       }
       default -> run.probe.request(1 + random.nextInt(30));
+    }
+  }
+
+  /** No cut could lose it: it is in force, or the server refused it, as too late or one too many. */
+  private static void check(Change change) throws Exception {
+    try {
+      assertEquals(change.level, change.answer.get(60, TimeUnit.SECONDS).level());
+    } catch (ExecutionException refused) {
+      var reason = ((VorrangException) refused.getCause()).reason();
+      var allowed = Set.of(Reason.UNKNOWN_REQUEST, Reason.SESSION_LIMIT);
+      assertTrue(allowed.contains(reason), refused::toString);
     }
   }
 

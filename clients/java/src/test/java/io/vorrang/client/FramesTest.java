@@ -2,11 +2,14 @@ package io.vorrang.client;
 
 import static org.junit.jupiter.api.Assertions.assertEquals;
 import static org.junit.jupiter.api.Assertions.assertFalse;
+import static org.junit.jupiter.api.Assertions.assertInstanceOf;
 import static org.junit.jupiter.api.Assertions.assertThrows;
 import static org.junit.jupiter.api.Assertions.assertTrue;
 
+import io.grpc.Status;
 import io.grpc.stub.StreamObserver;
 import io.vorrang.v1.AcceptedEvent;
+import io.vorrang.v1.CommandRejectedEvent;
 import io.vorrang.v1.DeltaEvent;
 import io.vorrang.v1.FinishedEvent;
 import io.vorrang.v1.GoAwayEvent;
@@ -23,6 +26,8 @@ import org.junit.jupiter.api.AfterEach;
 import org.junit.jupiter.api.BeforeEach;
 import org.junit.jupiter.api.Test;
 import org.junit.jupiter.api.Timeout;
+import org.junit.jupiter.params.ParameterizedTest;
+import org.junit.jupiter.params.provider.ValueSource;
 
 /** The frames a session sends, as a server sees them. */
 @Timeout(180)
@@ -75,9 +80,8 @@ class FramesTest {
       var next = Probe.on(session.start(Request.text("y").build()), 1);
       Probe.await("what was sent before it", () -> next.events.size() == 1);
       proxy.refuse(true);
-      var unanswered = stream.reprioritize(Priority.BATCH);
       proxy.cut();
-      assertThrows(ExecutionException.class, () -> unanswered.get(60, TimeUnit.SECONDS));
+      Probe.await("the loss", () -> !session.isConnected());
       probe.request(2); // three of four: the window would be filled up if the stream were there
       Probe.await("four events", () -> probe.events.size() == 4);
       server.frames.clear();
@@ -148,14 +152,16 @@ class FramesTest {
   }
 
   @Test
-  void anAnswerToAChangeThatWasGivenUpIsNotTakenForTheNextOne() throws Exception {
+  void aChangeOfPriorityOutlivesALossAndTakesNoAnswerThatIsAnothers() throws Exception {
     server.answers =
         (frame, out) -> {
           acceptAndSendFourTokens(frame, out);
           if (frame.hasResume()) { // it had obeyed the first change
             out.onNext(changed(frame.getResume().getRequestId(), 6, 3));
           } else if (frame.getReprioritize().getPriority().getLevel() == 4) {
-            out.onNext(changed(frame.getReprioritize().getRequestId(), 7, 4));
+            String id = frame.getReprioritize().getRequestId();
+            out.onNext(changed(id, 7, 3)); // the answer to the first one, said again
+            out.onNext(changed(id, 8, 4));
           }
         };
     try (Session session = client.openSession(closingAtOnce())) {
@@ -163,13 +169,97 @@ class FramesTest {
       var probe = Probe.on(stream, Long.MAX_VALUE);
       Probe.await("all tokens", () -> probe.tokens() == 4);
       var first = stream.reprioritize(Priority.level(3));
-      proxy.refuse(true);
+      Probe.await("the change", () -> server.frames.stream().anyMatch(SessionRequest::hasReprioritize));
       proxy.cut();
-      assertThrows(ExecutionException.class, () -> first.get(60, TimeUnit.SECONDS));
-      var second = stream.reprioritize(Priority.level(4));
-      proxy.refuse(false);
-      assertEquals(4, second.get(60, TimeUnit.SECONDS).level());
+      assertEquals(3, first.get(60, TimeUnit.SECONDS).level());
+      assertEquals(4, stream.reprioritize(Priority.level(4)).get(60, TimeUnit.SECONDS).level());
     }
+  }
+
+  @ParameterizedTest
+  @ValueSource(booleans = {true, false})
+  void aRepeatedChangeThatComesTooLateIsAnsweredByWhatBecameOfTheFirst(boolean wasObeyed)
+      throws Exception {
+    var changes = new AtomicInteger();
+    server.answers =
+        (frame, out) -> {
+          acceptAndSendFourTokens(frame, out);
+          if (frame.hasReprioritize() && changes.incrementAndGet() == 2) {
+            String id = frame.getReprioritize().getRequestId();
+            out.onNext(tooLate(id));
+            if (wasObeyed) {
+              out.onNext(changed(id, 6, 5));
+            }
+            long sequence = wasObeyed ? 7 : 6;
+            out.onNext(answer(id, sequence).setFinished(FinishedEvent.getDefaultInstance()).build());
+          }
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").build());
+      var probe = Probe.on(stream, Long.MAX_VALUE);
+      Probe.await("all tokens", () -> probe.tokens() == 4);
+      var change = stream.reprioritize(Priority.level(5));
+      Probe.await("the change", () -> changes.get() == 1);
+      proxy.cut();
+      if (wasObeyed) {
+        assertEquals(5, change.get(60, TimeUnit.SECONDS).level());
+      } else {
+        var failure = assertThrows(ExecutionException.class, () -> change.get(60, TimeUnit.SECONDS));
+        assertEquals(Reason.UNKNOWN_REQUEST, ((VorrangException) failure.getCause()).reason());
+      }
+      probe.finished();
+    }
+  }
+
+  @Test
+  void aChangeThatNobodyWaitsForIsNotSaidAgain() throws Exception {
+    server.answers =
+        (frame, out) -> {
+          acceptAndSendFourTokens(frame, out);
+          if (frame.getReprioritize().getPriority().getLevel() == 4) {
+            out.onNext(changed(frame.getReprioritize().getRequestId(), 6, 4));
+          }
+        };
+    try (Session session = client.openSession(closingAtOnce())) {
+      var stream = session.start(Request.text("x").build());
+      var probe = Probe.on(stream, Long.MAX_VALUE);
+      Probe.await("all tokens", () -> probe.tokens() == 4);
+      var given = stream.reprioritize(Priority.level(3));
+      Probe.await("the change", () -> server.frames.stream().anyMatch(SessionRequest::hasReprioritize));
+      given.cancel(false);
+      proxy.cut();
+      assertEquals(4, stream.reprioritize(Priority.level(4)).get(60, TimeUnit.SECONDS).level());
+      assertEquals(2, server.frames.stream().filter(SessionRequest::hasReprioritize).count());
+    }
+  }
+
+  @Test
+  void aChangeThatIsLostForGoodFailsWithItsSession() throws Exception {
+    var options = SessionOptions.builder().reconnectTimeout(Duration.ofMillis(300)).build();
+    Session session = client.openSession(options);
+    var stream = session.start(Request.text("x").build());
+    var answered = stream.reprioritize(Priority.level(3));
+    Probe.await("the change", () -> server.frames.stream().anyMatch(SessionRequest::hasReprioritize));
+    proxy.refuse(true);
+    proxy.cut();
+    Probe.await("the loss", () -> !session.isConnected());
+    var asked = stream.reprioritize(Priority.level(4)); // while it is looked for
+    for (var change : List.of(answered, asked)) {
+      var failure = assertThrows(ExecutionException.class, () -> change.get(60, TimeUnit.SECONDS));
+      assertInstanceOf(ConnectionLostException.class, failure.getCause());
+    }
+    session.close();
+  }
+
+  private static SessionResponse tooLate(String requestId) {
+    var rejected =
+        CommandRejectedEvent.newBuilder()
+            .setCommand("reprioritize")
+            .setStatus(FakeServer.status(Status.Code.NOT_FOUND, "UNKNOWN_REQUEST"));
+    return SessionResponse.newBuilder()
+        .setRequestId(requestId)
+        .setCommandRejected(rejected)
+        .build();
   }
 
   private static SessionResponse changed(String requestId, long sequence, int level) {
