@@ -214,7 +214,7 @@ func TestReasonsForAnEndAndAPreemptionFollowTheProtocol(t *testing.T) {
 	equal(t, "finish reasons", len(finish), len(vorrangv1.FinishReason_name)-1)
 	preempt := map[vorrang.PreemptReason]bool{
 		vorrang.PreemptSeats: true, vorrang.PreemptBlocks: true, vorrang.PreemptGrowth: true,
-		vorrang.PreemptOperator: true,
+		vorrang.PreemptOperator: true, vorrang.PreemptRunner: true,
 	}
 	for number, name := range vorrangv1.PreemptReason_name {
 		if number != 0 && !preempt[vorrang.PreemptReason(strings.TrimPrefix(name, "PREEMPT_REASON_"))] {
