@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import grpc
+
 from clients.python.errors import ConnectionLost, ResumeOutOfRange, VorrangError
 from clients.python.events import SessionInfo
 from clients.python.link import Call, Link
@@ -17,6 +19,8 @@ from vorrang.v1 import generation_pb2 as pb
 #: Longest wait for the answer in one attempt to find a lost connection again: a path that swallows
 #: everything must not use up all the patience.
 _ATTEMPT_S_MAX = 3.0
+#: How long a first stream is tried again: about the four attempts that calls have (``channel``).
+_OPEN_PATIENCE_S = 0.8
 
 
 class Owner(Protocol):
@@ -84,7 +88,7 @@ class Connection:
         return self._settled.is_set() and self.loss is None
 
     async def open(self, token: str) -> None:
-        """Open the first stream.
+        """Open the first stream; a server that can't be reached or drains is asked again, for a moment.
 
         Raises:
             ConnectionLost: the server can't be reached, or did not answer in time.
@@ -92,12 +96,24 @@ class Connection:
         """
         try:
             async with asyncio.timeout(self._open_timeout_s):
-                self._use(*await self._open_link(token))
+                self._use(*await self._open_patiently(token))
         except TimeoutError:
             raise ConnectionLost(f"no answer to open within {self._open_timeout_s:g} s") from None
         self._settled.set()
         # The task ends with the session, in every case, by `end`.
         self._keeper = asyncio.get_running_loop().create_task(self._keep())
+
+    async def _open_patiently(self, token: str) -> tuple[Link, SessionInfo]:
+        now_s = asyncio.get_running_loop().time
+        attempts = Attempts(now_s(), min(_OPEN_PATIENCE_S, self._reconnect_s))
+        while True:
+            try:
+                return await self._open_link(token)
+            except VorrangError as error:
+                wait_s = attempts.next_wait_s(now_s(), error)
+                if error.code is not grpc.StatusCode.UNAVAILABLE or wait_s is None:
+                    raise
+            await asyncio.sleep(wait_s)
 
     async def send(self, frame: pb.SessionRequest | None) -> bool:
         """Queue a frame, None = half-close, once there is room; False when there is no stream."""

@@ -15,9 +15,11 @@ from clients.python import (
     ConnectionLost,
     Delta,
     Finished,
+    Overloaded,
     PriorityChanged,
     RequestFailed,
     ResumeOutOfRange,
+    ServerUnavailable,
     Session,
     SessionClosed,
     VorrangClient,
@@ -420,3 +422,36 @@ async def test_a_session_without_patience_is_lost_at_once():
     async with VorrangClient("127.0.0.1:1") as client:
         with pytest.raises(ValueError, match="reconnect_s must not be negative"):
             client.session(reconnect_s=-1.0)
+
+
+async def test_a_first_stream_is_tried_again_while_the_server_is_not_there_for_a_moment():
+    num_opens = 0
+
+    async def refusing(session: FakeSession) -> None:
+        nonlocal num_opens
+        num_opens += 1
+        await break_off(session, "DRAINING")
+
+    async def third(session: FakeSession) -> None:
+        await first_stream(session)
+        await session.send("r", sequence=3, finished=finished())
+        await session.receive_end()
+
+    async with connected(refusing, refusing, third) as session:
+        assert (await (await session.start("x", request_id="r")).result()).token_ids == (1, 2, 3)
+    assert num_opens == 2
+
+
+async def test_a_first_stream_is_tried_once_without_reconnection_or_where_trying_does_not_help():
+    async def refusing(session: FakeSession) -> None:
+        await break_off(session, "DRAINING")
+
+    async def strict(session: FakeSession) -> None:
+        await abort(session.context, grpc.StatusCode.RESOURCE_EXHAUSTED, "SESSION_LIMIT", "too many")
+
+    with pytest.raises(ServerUnavailable):
+        async with connected(refusing, reconnect_s=0):
+            pass
+    with pytest.raises(Overloaded):
+        async with connected(strict):
+            pass
