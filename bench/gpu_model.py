@@ -40,7 +40,6 @@ class RandomModel:
         self, shape: Shape, num_requests: int, context: int, device: torch.device, weight_type: WeightType
     ) -> None:
         self.shape = shape
-        self._max_requests = num_requests
         self._context = context
         self._blocks = -(-(context + 1) // shape.block_size)
         weights = random_weights(shape, device, weight_type)

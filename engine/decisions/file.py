@@ -92,7 +92,6 @@ class DecisionFile:
         self._is_open = True
         self._is_closing = False
         self._end = "closed"
-        self._num_records = 0
         self._num_bytes = 0
         self._thread = threading.Thread(target=self._write_all, name="decision-log", daemon=True)
         self._thread.start()

@@ -116,11 +116,6 @@ class Life:
         """Who held the seats when it was first kept waiting."""
         self._num_holders, self._holders = num_holders, holders
 
-    @property
-    def knows_holders(self) -> bool:
-        """Whether ``waits_behind`` was told."""
-        return self._num_holders > 0
-
     def preempted(self, loss: Loss, reading: Reading) -> None:
         """It lost blocks, and its seat if it had one."""
         self._close_loss(reading.now)

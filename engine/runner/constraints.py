@@ -37,7 +37,6 @@ class Constraint:
         self._matcher = grammars.grammar(self._spec).matcher()
         self._accepted: list[int] = []
         self._ending = [token_id for token_id in ending if token_id < vocab_size]
-        self._vocab_size = vocab_size
         self._text = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
         self._is_filled = False
 

@@ -42,12 +42,10 @@ class RunnerStatistics:
     Attributes:
         pid: the process that computes; None while there is none.
         num_restarts: processes that took the place of a dead one.
-        last_restart_s: seconds from the last death to the moment another one could compute.
     """
 
     pid: int | None
     num_restarts: int
-    last_restart_s: float
 
 
 @dataclass(slots=True)
@@ -84,7 +82,6 @@ class ProcessRunner:
         self._tell: Callable[[], None] = lambda: None
         self._num_in_a_row = 0
         self._num_restarts = 0
-        self._last_restart_s = 0.0
         self._prepared: OrderedDict[GrammarSpec, None] = OrderedDict()  # what another process must have
 
     @classmethod
@@ -125,7 +122,7 @@ class ProcessRunner:
 
     def statistics(self) -> RunnerStatistics:
         """How things stand."""
-        return RunnerStatistics(self.pid, self._num_restarts, self._last_restart_s)
+        return RunnerStatistics(self.pid, self._num_restarts)
 
     def take_loss(self) -> RunnerLost | None:
         """A loss that ``execute`` has not raised; it is given out once."""
@@ -236,10 +233,10 @@ class ProcessRunner:
                 self._tell()
                 return
             self._num_restarts += 1
-            self._last_restart_s = time.monotonic() - began
+            restart_s = time.monotonic() - began
             for grammar in self._prepared:  # before any plan, which waits for them at worst
                 child.prepare(grammar).add_done_callback(_seen)
-            log.info("runner.respawned", pid=child.pid, restart_s=round(self._last_restart_s, 3))
+            log.info("runner.respawned", pid=child.pid, restart_s=round(restart_s, 3))
             self._recovery.set_result(None)
 
     async def _another(self) -> Child:

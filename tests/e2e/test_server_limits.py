@@ -18,7 +18,6 @@ from vorrang.v1 import types_pb2 as types
 
 pytestmark = pytest.mark.asyncio
 
-GENERATE = "/vorrang.v1.GenerationService/Generate"
 PING = bytes(hyperframe.frame.PingFrame(0, b"12345678").serialize())
 SESSION = "/vorrang.v1.GenerationService/Session"
 
