@@ -30,6 +30,8 @@ def explained(account: Account) -> pb.ExplainRequestResponse:
         holders=map(_neighbour, account.holders),
         num_prefill_steps=account.num_prefill_steps,
         num_decode_steps=account.num_decode_steps,
+        num_drafted_tokens=account.num_drafted_tokens,
+        num_accepted_tokens=account.num_accepted_tokens,
         beside_prefill=convert.duration(account.beside_prefill_s),
         losses=map(_loss, account.losses),
         num_losses=account.num_losses,

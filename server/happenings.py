@@ -44,7 +44,14 @@ def _of_call(record: Record, wall: Wall) -> Iterator[pb.Happening]:
             request_id, level = spec.request_id, spec.level
             yield pb.Happening(kind=kind, at=wall(now), server_request_id=request_id, level=level)
         case Committed(step=step):
-            yield pb.Happening(kind=pb.HAPPENING_KIND_COMPUTED, at=wall(now), step=step)
+            guesses = (
+                pb.Guesses(
+                    server_request_id=g.request_id, num_drafted=g.num_drafted, num_accepted=g.num_accepted
+                )
+                for g in record.guesses
+            )
+            kind = pb.HAPPENING_KIND_COMPUTED
+            yield pb.Happening(kind=kind, at=wall(now), step=step, guesses=guesses)
         case Applied(command=Park(request_id=request_id)):
             yield pb.Happening(kind=pb.HAPPENING_KIND_PARKED, at=wall(now), server_request_id=request_id)
         case Applied(command=Unpark(request_id=request_id)):

@@ -75,7 +75,7 @@ class RunSink:
         if isinstance(call, Submitted):
             self._builder.arrived(call.spec.request_id, class_of(call.spec.level).name, now)
         elif isinstance(call, Committed):
-            self._builder.computed(call.step, now)
+            self._builder.computed(call.step, now, record.guesses)
         self._happened(record.events, now)
         if isinstance(call, Planned) and call.decision is not None:
             self._planned(call.decision)

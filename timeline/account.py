@@ -166,6 +166,8 @@ class Account:
         holders: the first of them.
         num_prefill_steps: steps in which it computed tokens that were known.
         num_decode_steps: steps made while it produced output.
+        num_drafted_tokens: guessed for its output (speculation).
+        num_accepted_tokens: of these, the ones that were right.
         beside_prefill_s: seconds of ``decode`` in steps that computed prompts of others, too.
         losses: its preemptions, the first ones where they are many.
         num_losses: how many they are.
@@ -195,6 +197,8 @@ class Account:
     holders: tuple[Neighbour, ...]
     num_prefill_steps: int
     num_decode_steps: int
+    num_drafted_tokens: int
+    num_accepted_tokens: int
     beside_prefill_s: float
     losses: tuple[Loss, ...]
     num_losses: int

@@ -164,8 +164,14 @@ class RunBuilder:
         sample = Sample(at_s, dict(self._waiting), self._num_running, used, num_tokens, gate)
         self._run.samples.append(sample)
 
-    def computed(self, step: int, now: float) -> None:
-        """A step is over; steps that are never told so were never made."""
+    def computed(self, step: int, now: float, guesses: Iterable[tuple[str, int, int]] = ()) -> None:
+        """A step is over; steps that are never told so were never made.
+
+        Args:
+            step: its number.
+            now: when.
+            guesses: requests, how many of their tokens it guessed, and how many of those were right.
+        """
         at_s = self._at(now)
         made = self._steps.pop(step, None)
         for older in [number for number in self._steps if number < step]:
@@ -174,17 +180,22 @@ class RunBuilder:
             return
         begin_s = max(made.planned_s, self._computed_s)
         self._computed_s = at_s
+        judged = {request_id: counts for request_id, *counts in guesses}
         for stay, kind, num_tokens in made.grants:
             # Who lost its seat while it was computed, or before: somebody else may have it by now.
             end_s = min(at_s, stay.end_s) if stay.left else at_s
             if end_s < begin_s:
                 continue
-            last = stay.pieces[-1] if stay.pieces else None
-            if last is not None and last.kind == kind == "decode" and not self._every_step:
-                last.end_s, last.num_steps = end_s, last.num_steps + 1
-                last.num_tokens += num_tokens
+            piece = stay.pieces[-1] if stay.pieces else None
+            if piece is not None and piece.kind == kind == "decode" and not self._every_step:
+                piece.end_s, piece.num_steps = end_s, piece.num_steps + 1
+                piece.num_tokens += num_tokens
             else:
-                stay.pieces.append(Piece(kind, begin_s, end_s, num_tokens))
+                piece = Piece(kind, begin_s, end_s, num_tokens)
+                stay.pieces.append(piece)
+            num_drafted, num_accepted = judged.get(stay.request_id, (0, 0))
+            piece.num_drafted += num_drafted
+            piece.num_accepted += num_accepted
 
     def parked(self, request_id: str, now: float) -> None:
         """A request is not to be computed."""

@@ -96,6 +96,8 @@ def _stay(run: Run, stay: Stay) -> Iterator[dict[str, Any]]:
 def _piece(run: Run, stay: Stay, piece: Piece) -> dict[str, Any]:
     end_s = min(piece.end_s, stay.end_s)  # what was computed for one that was gone by then
     args = {"request": stay.request_id, "tokens": piece.num_tokens, "steps": piece.num_steps}
+    if piece.num_drafted:
+        args |= {"guessed": piece.num_drafted, "right": piece.num_accepted}
     span = (SEATS, stay.seat + 1, min(piece.begin_s, end_s), end_s)
     return _slice(run, piece.kind, stay.class_name, span, args)
 

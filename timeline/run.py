@@ -18,8 +18,10 @@ class Piece:
         kind: ``prefill``, ``recompute`` or ``decode``.
         begin_s: when the first of the steps began.
         end_s: when the last of them was over.
-        num_tokens: tokens computed.
+        num_tokens: known tokens computed.
         num_steps: steps.
+        num_drafted: tokens that were guessed and computed behind them.
+        num_accepted: of these, the ones that were right.
     """
 
     kind: str
@@ -27,6 +29,8 @@ class Piece:
     end_s: float
     num_tokens: int
     num_steps: int = 1
+    num_drafted: int = 0
+    num_accepted: int = 0
 
 
 @dataclass(slots=True)

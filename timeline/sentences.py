@@ -56,7 +56,8 @@ def headline(account: Account) -> str:
 def sentences(account: Account) -> list[str]:
     """What happened to it, in order."""
     told = [*_arrival(account), *_first_wait(account), *_prefill(account)]
-    told += [*_output(account), *_losses(account), *_pauses(account), *_end(account)]
+    told += [*_output(account), *_guesses(account), *_losses(account)]
+    told += [*_pauses(account), *_end(account)]
     return told
 
 
@@ -162,6 +163,13 @@ def _output(account: Account) -> Iterable[str]:
             line += f"; {duration(account.beside_prefill_s)} went by in steps that computed prompts, too"
         line += "."
     yield line
+
+
+def _guesses(account: Account) -> Iterable[str]:
+    if account.num_drafted_tokens:
+        were = "was" if account.num_drafted_tokens == 1 else "were"
+        drafted = counted(account.num_drafted_tokens, "token")
+        yield f"{drafted} {were} guessed, {account.num_accepted_tokens:,} of them right."
 
 
 def _shares(account: Account, *, before: bool) -> str:

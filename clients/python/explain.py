@@ -79,6 +79,8 @@ def decode_account(answer: pb.ExplainRequestResponse) -> Account:
         holders=tuple(map(_neighbour, answer.holders)),
         num_prefill_steps=answer.num_prefill_steps,
         num_decode_steps=answer.num_decode_steps,
+        num_drafted_tokens=answer.num_drafted_tokens,
+        num_accepted_tokens=answer.num_accepted_tokens,
         beside_prefill_s=seconds(answer.beside_prefill),
         losses=tuple(map(_loss, answer.losses)),
         num_losses=answer.num_losses,

@@ -90,7 +90,8 @@ class WatchedRun:
             case pb.HAPPENING_KIND_PREEMPTED:
                 self._cut(happening.preemption, now)
             case pb.HAPPENING_KIND_COMPUTED:
-                builder.computed(happening.step, now)
+                guesses = ((g.server_request_id, g.num_drafted, g.num_accepted) for g in happening.guesses)
+                builder.computed(happening.step, now, guesses)
 
     def _cut(self, told: pb.PreemptDecision, now: float) -> None:
         reason = enum_name(types_pb2.PreemptReason, told.reason).lower()

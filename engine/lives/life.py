@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from engine.lives.clock import Reading, gates_between
 from engine.priority import class_of
-from engine.request import RequestId, RequestSpec
+from engine.request import RequestId, RequestSpec, Usage
 from timeline.account import WAITING, Account, Interval, Loss, Neighbour, Part, in_order
 
 #: Intervals and preemptions of a life that are kept one by one; sums are of all of them.
@@ -42,6 +42,7 @@ class Life:
         recompute_until: tokens it had computed when it was last preempted.
         parking: why it will be parked, if it will.
         end: why it ended; empty while it lives.
+        num_drafted_tokens: guessed for its output; of these, ``num_accepted_tokens`` were right.
     """
 
     __slots__ = (
@@ -50,8 +51,9 @@ class Life:
         "_num_cached_tokens",
         "_num_decode_steps", "_num_holders", "_num_intervals", "_num_losses", "_num_prompt_tokens",
         "_num_seated", "_parts", "_seated", "_since", "_tenant", "arrival", "end", "has_started",
-        "holds_blocks", "is_seated", "level", "num_ahead", "num_output_tokens", "num_prefill_steps",
-        "num_seatings_before", "parking", "phase", "recompute_until", "request_id",
+        "holds_blocks", "is_seated", "level", "num_accepted_tokens", "num_ahead", "num_drafted_tokens",
+        "num_output_tokens", "num_prefill_steps", "num_seatings_before", "parking", "phase",
+        "recompute_until", "request_id",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival: int, reading: Reading) -> None:
@@ -64,6 +66,7 @@ class Life:
         self.parking = self.end = ""
         self.num_ahead: int | None = None
         self.num_output_tokens = self.num_prefill_steps = self.num_seatings_before = 0
+        self.num_drafted_tokens = self.num_accepted_tokens = 0
         self._client_id, self._tenant, self._label = "", spec.tenant, spec.label
         self._num_prompt_tokens, self._num_cached_tokens = len(spec.prompt_token_ids), 0
         self._began, self._since = reading.now, reading
@@ -155,12 +158,18 @@ class Life:
             if self.phase in _COMPUTING:
                 self.enter("decode", "", reading)
 
-    def ended(self, end: str, num_output_tokens: int, reading: Reading) -> None:
-        """The engine is done with it."""
+    def guessed(self, num_drafted: int, num_accepted: int) -> None:
+        """So many tokens were guessed in a step, so many of them right."""
+        self.num_drafted_tokens += num_drafted
+        self.num_accepted_tokens += num_accepted
+
+    def ended(self, end: str, usage: Usage, reading: Reading) -> None:
+        """The engine is done with it; its counts of tokens are those of its ``usage``."""
         self._book(reading)
         self._close_loss(reading.now)
         self._ended_at = reading.now
-        self.end, self.num_output_tokens = end, num_output_tokens
+        self.end, self.num_output_tokens = end, usage.output_tokens
+        self.num_drafted_tokens, self.num_accepted_tokens = usage.drafted_tokens, usage.accepted_tokens
         self.is_seated = False
         self.phase, self._gate = "delivery", ""
 
@@ -217,6 +226,8 @@ class Life:
             holders=self._holders,
             num_prefill_steps=self.num_prefill_steps,
             num_decode_steps=twin._num_decode_steps,
+            num_drafted_tokens=self.num_drafted_tokens,
+            num_accepted_tokens=self.num_accepted_tokens,
             beside_prefill_s=twin._beside_prefill_s,
             losses=tuple(open_loss.loss for open_loss in twin._losses),
             num_losses=self._num_losses,

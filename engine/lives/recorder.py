@@ -24,7 +24,7 @@ from engine.events import (
 )
 from engine.lives.clock import Reading, StepClock
 from engine.lives.life import MAX_NEIGHBOURS, Life
-from engine.request import PreemptReason, RequestId
+from engine.request import PreemptReason, RequestId, Usage
 from engine.scheduler.commands import Command, Park, Unpark
 from engine.scheduler.decisions import Applied, Committed, Decision, Origin, Planned, Record, Submitted
 from engine.scheduler.draft import Gate
@@ -78,6 +78,8 @@ class LifeRecorder:
                 if decision is not None:
                     self._planned(decision)
             case Committed(step=step):
+                for guesses in record.guesses:
+                    self._alive[guesses.request_id].guessed(guesses.num_drafted, guesses.num_accepted)
                 self._committed(step, record.events, now)
             case Submitted(spec=spec):
                 reading = self._clock.read(now)
@@ -249,11 +251,11 @@ class LifeRecorder:
                 case LevelChanged():
                     life.level = event.level
                 case Finished():
-                    self._end(life, event.reason.value, event.usage.output_tokens, reading)
+                    self._end(life, event.reason.value, event.usage, reading)
                 case Failed():
                     name = getattr(event.error, "class_name", type(event.error).__name__)
                     how = f"failed: {name}"
-                    self._end(life, how, event.usage.output_tokens, reading)
+                    self._end(life, how, event.usage, reading)
 
     def _admitted(self, life: Life, reading: Reading) -> None:
         self._seatings.append(life.neighbour())
@@ -299,9 +301,9 @@ class LifeRecorder:
             else:
                 life.enter("preempted" if life.has_started else "queued", "behind", reading)
 
-    def _end(self, life: Life, how: str, num_output_tokens: int, reading: Reading) -> None:
+    def _end(self, life: Life, how: str, usage: Usage, reading: Reading) -> None:
         self._unseat(life)
-        life.ended(how, num_output_tokens, reading)
+        life.ended(how, usage, reading)
         del self._alive[life.request_id]
         self._ended[life.request_id] = life
         while len(self._ended) > self._max_ended:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from engine.events import Preempted, SchedulerEvent
+from engine.events import Preempted, SchedulerEvent, TokensSampled
 from engine.request import RequestId, RequestSpec
 from engine.scheduler.commands import Command
 from engine.scheduler.config import SchedulerConfig
@@ -28,7 +28,7 @@ class GrantDecision(NamedTuple):
     Attributes:
         request_id: whose.
         start: tokens computed before.
-        num_tokens: known tokens granted; guesses behind them are not told.
+        num_tokens: known tokens granted; guesses behind them are told at the commit (``Record.guesses``).
         output_index: output token sampled after them; None mid-prefill.
         level: in force.
     """
@@ -110,6 +110,20 @@ class Committed:
 Call = Submitted | Applied | Planned | Committed
 
 
+class Guesses(NamedTuple):
+    """Tokens of a request that a step guessed and judged.
+
+    Attributes:
+        request_id: whose.
+        num_drafted: guessed.
+        num_accepted: of these right, and part of the output.
+    """
+
+    request_id: RequestId
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """One call that drove the scheduler, and what came of it.
@@ -125,6 +139,18 @@ class Record:
     now: float
     events: tuple[SchedulerEvent, ...] = ()
     error: Exception | None = None
+
+    @property
+    def guesses(self) -> tuple[Guesses, ...]:
+        """Of a commit, the guesses of who is given tokens by it."""
+        if not isinstance(self.call, Committed) or not self.call.result.after_drafts:
+            return ()
+        judged = self.call.result.after_drafts
+        return tuple(
+            Guesses(event.request_id, len(judged[event.request_id]), len(event.token_ids) - 1)
+            for event in self.events
+            if type(event) is TokensSampled and event.request_id in judged
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,28 @@ def test_a_pause_is_told_with_its_reason_and_the_way_back():
     assert "Then it waited" in told
 
 
+def test_guesses_are_told_while_a_request_is_alive_and_afterwards():
+    lives, driver = kept(num_blocks=64, max_step_tokens=32, speculation_tokens=4)
+    driver.submit("a", 6, max_tokens=64)
+    for _ in range(20):
+        driver.step()
+    request = driver.scheduler.find(RequestId("a"))
+    counts = request.num_drafted_tokens, request.num_accepted_tokens
+    assert counts[0] > counts[1] > 0
+    assert f"{counts[0]} tokens were guessed, {counts[1]} of them right." in story(lives, driver, "a")[1]
+    driver.finish()
+    usage = driver.terminal("a").usage
+    counts = usage.drafted_tokens, usage.accepted_tokens
+    assert f"{counts[0]} tokens were guessed, {counts[1]} of them right." in story(lives, driver, "a")[1]
+
+
+def test_without_guesses_none_are_told():
+    lives, driver = kept()
+    driver.submit("a", 6, max_tokens=8)
+    driver.finish()
+    assert "guessed" not in story(lives, driver, "a")[1]
+
+
 def test_every_gate_has_words_for_itself_and_for_who_stands_behind():
     for gate in GATES:
         assert because(Part("queued", gate, 1.0, 0.0)) == GATES[gate]

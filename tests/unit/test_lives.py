@@ -35,6 +35,8 @@ def check(account, usage=None):
         assert account.num_losses == usage.preemptions
         assert account.num_output_tokens == usage.output_tokens
         assert account.num_cached_tokens == usage.cached_tokens
+        assert account.num_drafted_tokens == usage.drafted_tokens
+        assert account.num_accepted_tokens == usage.accepted_tokens
         if account.num_losses == len(account.losses):
             assert account.num_recomputed_tokens == usage.recomputed_tokens
             assert sum(loss.lost_s for loss in account.losses) <= account.total_s + 1e-6

@@ -8,8 +8,11 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from engine.scheduler.decisions import RecordingScheduler
+from clients.python.watch import WatchedRun
+from engine.scheduler.decisions import Planned, RecordingScheduler
 from server.cli import main
+from server.control import _decision
+from server.feed import Watched
 from server.trace import LogDiffers, RunSink, trace
 from tests.support import walk
 from tests.support.decisions import MemoryLog
@@ -142,6 +145,41 @@ def test_steps_that_were_never_made_are_not_drawn_and_late_ones_begin_when_the_o
     (stay,) = run.stays
     assert [(p.begin_s, p.end_s, p.num_steps) for p in stay.pieces] == [(1.0, 2.0, 1), (2.0, 3.0, 1)]
     assert (stay.begin_s, stay.end_s, stay.left) == (1.0, 3.5, "cancelled")
+
+
+class Watching(RunSink):
+    """What a watcher of the server is told, beside the run made of the decisions themselves."""
+
+    def __init__(self):
+        super().__init__()
+        self.watched = WatchedRun(4, 64)
+        self.between = []
+
+    def record(self, record):
+        super().record(record)
+        if isinstance(record.call, Planned):
+            step = Watched(record.call.decision, 0, tuple(self.between))
+            self.watched.step(_decision(step, with_happenings=True))
+            self.between = []
+        else:
+            self.between.append(record)
+
+
+def test_guesses_are_told_in_the_decode_slices_of_a_log_and_of_who_watches():
+    sink = Watching()
+    driver = Driver(num_blocks=64, max_step_tokens=32, speculation_tokens=4, decisions=sink)
+    driver.submit("a", 6, max_tokens=64)
+    driver.submit("b", 4, max_tokens=2)  # too short to be guessed
+    driver.finish()
+    driver.step()  # so that the last commit is watched
+    usage = driver.terminal("a").usage
+    assert usage.accepted_tokens > 0
+    for run in (sink.finish(), sink.watched.finish()):
+        slices = [event for event in text_of(run) if "steps" in event["args"]]
+        told = [event["args"] for event in slices if "guessed" in event["args"]]
+        assert {args["request"] for args in told} == {"a"}
+        assert sum(args["guessed"] for args in told) == usage.drafted_tokens
+        assert sum(args["right"] for args in told) == usage.accepted_tokens
 
 
 def test_a_window_cuts_what_reaches_out_of_it():

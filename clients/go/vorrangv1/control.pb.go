@@ -1229,7 +1229,9 @@ type Happening struct {
 	// Number of the step, with COMPUTED.
 	Step uint64 `protobuf:"varint,6,opt,name=step,proto3" json:"step,omitempty"`
 	// The preemption, with PREEMPTED.
-	Preemption    *PreemptDecision `protobuf:"bytes,7,opt,name=preemption,proto3" json:"preemption,omitempty"`
+	Preemption *PreemptDecision `protobuf:"bytes,7,opt,name=preemption,proto3" json:"preemption,omitempty"`
+	// Tokens that the step guessed and judged (speculation), with COMPUTED.
+	Guesses       []*Guesses `protobuf:"bytes,8,rep,name=guesses,proto3" json:"guesses,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1313,6 +1315,77 @@ func (x *Happening) GetPreemption() *PreemptDecision {
 	return nil
 }
 
+func (x *Happening) GetGuesses() []*Guesses {
+	if x != nil {
+		return x.Guesses
+	}
+	return nil
+}
+
+// Tokens of a request that a step guessed.
+type Guesses struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Id made by the server.
+	ServerRequestId string `protobuf:"bytes,1,opt,name=server_request_id,json=serverRequestId,proto3" json:"server_request_id,omitempty"`
+	// Guessed.
+	NumDrafted uint32 `protobuf:"varint,2,opt,name=num_drafted,json=numDrafted,proto3" json:"num_drafted,omitempty"`
+	// Of these right, and part of the output.
+	NumAccepted   uint32 `protobuf:"varint,3,opt,name=num_accepted,json=numAccepted,proto3" json:"num_accepted,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Guesses) Reset() {
+	*x = Guesses{}
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Guesses) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Guesses) ProtoMessage() {}
+
+func (x *Guesses) ProtoReflect() protoreflect.Message {
+	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Guesses.ProtoReflect.Descriptor instead.
+func (*Guesses) Descriptor() ([]byte, []int) {
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
+}
+
+func (x *Guesses) GetServerRequestId() string {
+	if x != nil {
+		return x.ServerRequestId
+	}
+	return ""
+}
+
+func (x *Guesses) GetNumDrafted() uint32 {
+	if x != nil {
+		return x.NumDrafted
+	}
+	return 0
+}
+
+func (x *Guesses) GetNumAccepted() uint32 {
+	if x != nil {
+		return x.NumAccepted
+	}
+	return 0
+}
+
 // Tokens granted to a request in a step.
 type GrantDecision struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
@@ -1332,7 +1405,7 @@ type GrantDecision struct {
 
 func (x *GrantDecision) Reset() {
 	*x = GrantDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1344,7 +1417,7 @@ func (x *GrantDecision) String() string {
 func (*GrantDecision) ProtoMessage() {}
 
 func (x *GrantDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[16]
+	mi := &file_vorrang_v1_control_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1357,7 +1430,7 @@ func (x *GrantDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantDecision.ProtoReflect.Descriptor instead.
 func (*GrantDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{16}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *GrantDecision) GetServerRequestId() string {
@@ -1414,7 +1487,7 @@ type PreemptDecision struct {
 
 func (x *PreemptDecision) Reset() {
 	*x = PreemptDecision{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1426,7 +1499,7 @@ func (x *PreemptDecision) String() string {
 func (*PreemptDecision) ProtoMessage() {}
 
 func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[17]
+	mi := &file_vorrang_v1_control_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1439,7 +1512,7 @@ func (x *PreemptDecision) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PreemptDecision.ProtoReflect.Descriptor instead.
 func (*PreemptDecision) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{17}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PreemptDecision) GetServerRequestId() string {
@@ -1506,7 +1579,7 @@ type WatchDecisionsResponse struct {
 
 func (x *WatchDecisionsResponse) Reset() {
 	*x = WatchDecisionsResponse{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1518,7 +1591,7 @@ func (x *WatchDecisionsResponse) String() string {
 func (*WatchDecisionsResponse) ProtoMessage() {}
 
 func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[18]
+	mi := &file_vorrang_v1_control_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1531,7 +1604,7 @@ func (x *WatchDecisionsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use WatchDecisionsResponse.ProtoReflect.Descriptor instead.
 func (*WatchDecisionsResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{18}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *WatchDecisionsResponse) GetStep() uint64 {
@@ -1608,7 +1681,7 @@ type ExplainRequestRequest struct {
 
 func (x *ExplainRequestRequest) Reset() {
 	*x = ExplainRequestRequest{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1620,7 +1693,7 @@ func (x *ExplainRequestRequest) String() string {
 func (*ExplainRequestRequest) ProtoMessage() {}
 
 func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[19]
+	mi := &file_vorrang_v1_control_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1633,7 +1706,7 @@ func (x *ExplainRequestRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainRequestRequest.ProtoReflect.Descriptor instead.
 func (*ExplainRequestRequest) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{19}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *ExplainRequestRequest) GetId() string {
@@ -1658,7 +1731,7 @@ type Neighbour struct {
 
 func (x *Neighbour) Reset() {
 	*x = Neighbour{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1670,7 +1743,7 @@ func (x *Neighbour) String() string {
 func (*Neighbour) ProtoMessage() {}
 
 func (x *Neighbour) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[20]
+	mi := &file_vorrang_v1_control_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1683,7 +1756,7 @@ func (x *Neighbour) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Neighbour.ProtoReflect.Descriptor instead.
 func (*Neighbour) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{20}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *Neighbour) GetServerRequestId() string {
@@ -1730,7 +1803,7 @@ type LifeInterval struct {
 
 func (x *LifeInterval) Reset() {
 	*x = LifeInterval{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1742,7 +1815,7 @@ func (x *LifeInterval) String() string {
 func (*LifeInterval) ProtoMessage() {}
 
 func (x *LifeInterval) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[21]
+	mi := &file_vorrang_v1_control_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1755,7 +1828,7 @@ func (x *LifeInterval) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifeInterval.ProtoReflect.Descriptor instead.
 func (*LifeInterval) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{21}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *LifeInterval) GetPhase() string {
@@ -1803,7 +1876,7 @@ type LifePart struct {
 
 func (x *LifePart) Reset() {
 	*x = LifePart{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1815,7 +1888,7 @@ func (x *LifePart) String() string {
 func (*LifePart) ProtoMessage() {}
 
 func (x *LifePart) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[22]
+	mi := &file_vorrang_v1_control_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1828,7 +1901,7 @@ func (x *LifePart) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifePart.ProtoReflect.Descriptor instead.
 func (*LifePart) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{22}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *LifePart) GetPhase() string {
@@ -1886,7 +1959,7 @@ type LifeLoss struct {
 
 func (x *LifeLoss) Reset() {
 	*x = LifeLoss{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1898,7 +1971,7 @@ func (x *LifeLoss) String() string {
 func (*LifeLoss) ProtoMessage() {}
 
 func (x *LifeLoss) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[23]
+	mi := &file_vorrang_v1_control_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1911,7 +1984,7 @@ func (x *LifeLoss) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LifeLoss.ProtoReflect.Descriptor instead.
 func (*LifeLoss) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{23}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *LifeLoss) GetAt() *durationpb.Duration {
@@ -2033,14 +2106,18 @@ type ExplainRequestResponse struct {
 	// The same in its order, the first ones where they are many.
 	Intervals []*LifeInterval `protobuf:"bytes,26,rep,name=intervals,proto3" json:"intervals,omitempty"`
 	// How many they are.
-	NumIntervals  uint32 `protobuf:"varint,27,opt,name=num_intervals,json=numIntervals,proto3" json:"num_intervals,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	NumIntervals uint32 `protobuf:"varint,27,opt,name=num_intervals,json=numIntervals,proto3" json:"num_intervals,omitempty"`
+	// Output tokens that were guessed and verified (speculation).
+	NumDraftedTokens uint32 `protobuf:"varint,28,opt,name=num_drafted_tokens,json=numDraftedTokens,proto3" json:"num_drafted_tokens,omitempty"`
+	// Of these, the ones that were right.
+	NumAcceptedTokens uint32 `protobuf:"varint,29,opt,name=num_accepted_tokens,json=numAcceptedTokens,proto3" json:"num_accepted_tokens,omitempty"`
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *ExplainRequestResponse) Reset() {
 	*x = ExplainRequestResponse{}
-	mi := &file_vorrang_v1_control_proto_msgTypes[24]
+	mi := &file_vorrang_v1_control_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2052,7 +2129,7 @@ func (x *ExplainRequestResponse) String() string {
 func (*ExplainRequestResponse) ProtoMessage() {}
 
 func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_vorrang_v1_control_proto_msgTypes[24]
+	mi := &file_vorrang_v1_control_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2065,7 +2142,7 @@ func (x *ExplainRequestResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ExplainRequestResponse.ProtoReflect.Descriptor instead.
 func (*ExplainRequestResponse) Descriptor() ([]byte, []int) {
-	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{24}
+	return file_vorrang_v1_control_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ExplainRequestResponse) GetServerRequestId() string {
@@ -2257,6 +2334,20 @@ func (x *ExplainRequestResponse) GetNumIntervals() uint32 {
 	return 0
 }
 
+func (x *ExplainRequestResponse) GetNumDraftedTokens() uint32 {
+	if x != nil {
+		return x.NumDraftedTokens
+	}
+	return 0
+}
+
+func (x *ExplainRequestResponse) GetNumAcceptedTokens() uint32 {
+	if x != nil {
+		return x.NumAcceptedTokens
+	}
+	return 0
+}
+
 var File_vorrang_v1_control_proto protoreflect.FileDescriptor
 
 const file_vorrang_v1_control_proto_rawDesc = "" +
@@ -2351,7 +2442,7 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"numWaiting\"l\n" +
 	"\x15WatchDecisionsRequest\x12$\n" +
 	"\x0enum_past_steps\x18\x01 \x01(\rR\fnumPastSteps\x12-\n" +
-	"\x12include_happenings\x18\x02 \x01(\bR\x11includeHappenings\"\x8b\x02\n" +
+	"\x12include_happenings\x18\x02 \x01(\bR\x11includeHappenings\"\xba\x02\n" +
 	"\tHappening\x12-\n" +
 	"\x04kind\x18\x01 \x01(\x0e2\x19.vorrang.v1.HappeningKindR\x04kind\x12*\n" +
 	"\x02at\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\x02at\x12*\n" +
@@ -2361,7 +2452,13 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\x04step\x18\x06 \x01(\x04R\x04step\x12;\n" +
 	"\n" +
 	"preemption\x18\a \x01(\v2\x1b.vorrang.v1.PreemptDecisionR\n" +
-	"preemption\"\xba\x01\n" +
+	"preemption\x12-\n" +
+	"\aguesses\x18\b \x03(\v2\x13.vorrang.v1.GuessesR\aguesses\"y\n" +
+	"\aGuesses\x12*\n" +
+	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1f\n" +
+	"\vnum_drafted\x18\x02 \x01(\rR\n" +
+	"numDrafted\x12!\n" +
+	"\fnum_accepted\x18\x03 \x01(\rR\vnumAccepted\"\xba\x01\n" +
 	"\rGrantDecision\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12.\n" +
 	"\x13num_computed_tokens\x18\x02 \x01(\rR\x11numComputedTokens\x12\x1d\n" +
@@ -2418,7 +2515,7 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"\x15num_recomputed_tokens\x18\x06 \x01(\rR\x13numRecomputedTokens\x121\n" +
 	"\x06waited\x18\a \x01(\v2\x19.google.protobuf.DurationR\x06waited\x127\n" +
 	"\trecompute\x18\b \x01(\v2\x19.google.protobuf.DurationR\trecompute\x12\x18\n" +
-	"\aresumed\x18\t \x01(\bR\aresumed\"\xae\b\n" +
+	"\aresumed\x18\t \x01(\bR\aresumed\"\x8c\t\n" +
 	"\x16ExplainRequestResponse\x12*\n" +
 	"\x11server_request_id\x18\x01 \x01(\tR\x0fserverRequestId\x12\x1d\n" +
 	"\n" +
@@ -2452,7 +2549,9 @@ const file_vorrang_v1_control_proto_rawDesc = "" +
 	"num_losses\x18\x18 \x01(\rR\tnumLosses\x12*\n" +
 	"\x05parts\x18\x19 \x03(\v2\x14.vorrang.v1.LifePartR\x05parts\x126\n" +
 	"\tintervals\x18\x1a \x03(\v2\x18.vorrang.v1.LifeIntervalR\tintervals\x12#\n" +
-	"\rnum_intervals\x18\x1b \x01(\rR\fnumIntervalsB\f\n" +
+	"\rnum_intervals\x18\x1b \x01(\rR\fnumIntervals\x12,\n" +
+	"\x12num_drafted_tokens\x18\x1c \x01(\rR\x10numDraftedTokens\x12.\n" +
+	"\x13num_accepted_tokens\x18\x1d \x01(\rR\x11numAcceptedTokensB\f\n" +
 	"\n" +
 	"_num_ahead*\xb4\x01\n" +
 	"\fRequestState\x12\x1d\n" +
@@ -2495,7 +2594,7 @@ func file_vorrang_v1_control_proto_rawDescGZIP() []byte {
 }
 
 var file_vorrang_v1_control_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 25)
+var file_vorrang_v1_control_proto_msgTypes = make([]protoimpl.MessageInfo, 26)
 var file_vorrang_v1_control_proto_goTypes = []any{
 	(RequestState)(0),                     // 0: vorrang.v1.RequestState
 	(HappeningKind)(0),                    // 1: vorrang.v1.HappeningKind
@@ -2515,79 +2614,81 @@ var file_vorrang_v1_control_proto_goTypes = []any{
 	(*DrainResponse)(nil),                 // 15: vorrang.v1.DrainResponse
 	(*WatchDecisionsRequest)(nil),         // 16: vorrang.v1.WatchDecisionsRequest
 	(*Happening)(nil),                     // 17: vorrang.v1.Happening
-	(*GrantDecision)(nil),                 // 18: vorrang.v1.GrantDecision
-	(*PreemptDecision)(nil),               // 19: vorrang.v1.PreemptDecision
-	(*WatchDecisionsResponse)(nil),        // 20: vorrang.v1.WatchDecisionsResponse
-	(*ExplainRequestRequest)(nil),         // 21: vorrang.v1.ExplainRequestRequest
-	(*Neighbour)(nil),                     // 22: vorrang.v1.Neighbour
-	(*LifeInterval)(nil),                  // 23: vorrang.v1.LifeInterval
-	(*LifePart)(nil),                      // 24: vorrang.v1.LifePart
-	(*LifeLoss)(nil),                      // 25: vorrang.v1.LifeLoss
-	(*ExplainRequestResponse)(nil),        // 26: vorrang.v1.ExplainRequestResponse
-	(*Limits)(nil),                        // 27: vorrang.v1.Limits
-	(*timestamppb.Timestamp)(nil),         // 28: google.protobuf.Timestamp
-	(*durationpb.Duration)(nil),           // 29: google.protobuf.Duration
-	(*Usage)(nil),                         // 30: vorrang.v1.Usage
-	(*Priority)(nil),                      // 31: vorrang.v1.Priority
-	(PreemptReason)(0),                    // 32: vorrang.v1.PreemptReason
+	(*Guesses)(nil),                       // 18: vorrang.v1.Guesses
+	(*GrantDecision)(nil),                 // 19: vorrang.v1.GrantDecision
+	(*PreemptDecision)(nil),               // 20: vorrang.v1.PreemptDecision
+	(*WatchDecisionsResponse)(nil),        // 21: vorrang.v1.WatchDecisionsResponse
+	(*ExplainRequestRequest)(nil),         // 22: vorrang.v1.ExplainRequestRequest
+	(*Neighbour)(nil),                     // 23: vorrang.v1.Neighbour
+	(*LifeInterval)(nil),                  // 24: vorrang.v1.LifeInterval
+	(*LifePart)(nil),                      // 25: vorrang.v1.LifePart
+	(*LifeLoss)(nil),                      // 26: vorrang.v1.LifeLoss
+	(*ExplainRequestResponse)(nil),        // 27: vorrang.v1.ExplainRequestResponse
+	(*Limits)(nil),                        // 28: vorrang.v1.Limits
+	(*timestamppb.Timestamp)(nil),         // 29: google.protobuf.Timestamp
+	(*durationpb.Duration)(nil),           // 30: google.protobuf.Duration
+	(*Usage)(nil),                         // 31: vorrang.v1.Usage
+	(*Priority)(nil),                      // 32: vorrang.v1.Priority
+	(PreemptReason)(0),                    // 33: vorrang.v1.PreemptReason
 }
 var file_vorrang_v1_control_proto_depIdxs = []int32{
-	27, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
-	28, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
+	28, // 0: vorrang.v1.GetServerInfoResponse.limits:type_name -> vorrang.v1.Limits
+	29, // 1: vorrang.v1.GetServerInfoResponse.started_at:type_name -> google.protobuf.Timestamp
 	5,  // 2: vorrang.v1.GetLoadResponse.classes:type_name -> vorrang.v1.ClassLoad
-	29, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
+	30, // 3: vorrang.v1.GetLoadResponse.last_step:type_name -> google.protobuf.Duration
 	0,  // 4: vorrang.v1.RequestInfo.state:type_name -> vorrang.v1.RequestState
-	30, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
-	29, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
+	31, // 5: vorrang.v1.RequestInfo.usage:type_name -> vorrang.v1.Usage
+	30, // 6: vorrang.v1.RequestInfo.age:type_name -> google.protobuf.Duration
 	8,  // 7: vorrang.v1.ListRequestsResponse.requests:type_name -> vorrang.v1.RequestInfo
-	31, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
-	29, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
+	32, // 8: vorrang.v1.UpdateRequestPriorityRequest.priority:type_name -> vorrang.v1.Priority
+	30, // 9: vorrang.v1.DrainRequest.grace:type_name -> google.protobuf.Duration
 	1,  // 10: vorrang.v1.Happening.kind:type_name -> vorrang.v1.HappeningKind
-	28, // 11: vorrang.v1.Happening.at:type_name -> google.protobuf.Timestamp
-	19, // 12: vorrang.v1.Happening.preemption:type_name -> vorrang.v1.PreemptDecision
-	32, // 13: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
-	28, // 14: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
-	18, // 15: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
-	19, // 16: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
-	17, // 17: vorrang.v1.WatchDecisionsResponse.happenings:type_name -> vorrang.v1.Happening
-	29, // 18: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
-	29, // 19: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
-	29, // 20: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
-	29, // 21: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
-	29, // 22: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
-	32, // 23: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
-	22, // 24: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
-	29, // 25: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
-	29, // 26: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
-	29, // 27: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
-	29, // 28: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
-	22, // 29: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
-	22, // 30: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
-	29, // 31: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
-	25, // 32: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
-	24, // 33: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
-	23, // 34: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
-	2,  // 35: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
-	4,  // 36: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
-	7,  // 37: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
-	10, // 38: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
-	12, // 39: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
-	14, // 40: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
-	16, // 41: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
-	21, // 42: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
-	3,  // 43: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
-	6,  // 44: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
-	9,  // 45: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
-	11, // 46: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
-	13, // 47: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
-	15, // 48: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
-	20, // 49: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
-	26, // 50: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
-	43, // [43:51] is the sub-list for method output_type
-	35, // [35:43] is the sub-list for method input_type
-	35, // [35:35] is the sub-list for extension type_name
-	35, // [35:35] is the sub-list for extension extendee
-	0,  // [0:35] is the sub-list for field type_name
+	29, // 11: vorrang.v1.Happening.at:type_name -> google.protobuf.Timestamp
+	20, // 12: vorrang.v1.Happening.preemption:type_name -> vorrang.v1.PreemptDecision
+	18, // 13: vorrang.v1.Happening.guesses:type_name -> vorrang.v1.Guesses
+	33, // 14: vorrang.v1.PreemptDecision.reason:type_name -> vorrang.v1.PreemptReason
+	29, // 15: vorrang.v1.WatchDecisionsResponse.planned_at:type_name -> google.protobuf.Timestamp
+	19, // 16: vorrang.v1.WatchDecisionsResponse.grants:type_name -> vorrang.v1.GrantDecision
+	20, // 17: vorrang.v1.WatchDecisionsResponse.preemptions:type_name -> vorrang.v1.PreemptDecision
+	17, // 18: vorrang.v1.WatchDecisionsResponse.happenings:type_name -> vorrang.v1.Happening
+	30, // 19: vorrang.v1.LifeInterval.begin:type_name -> google.protobuf.Duration
+	30, // 20: vorrang.v1.LifeInterval.end:type_name -> google.protobuf.Duration
+	30, // 21: vorrang.v1.LifePart.before_first_token:type_name -> google.protobuf.Duration
+	30, // 22: vorrang.v1.LifePart.after_first_token:type_name -> google.protobuf.Duration
+	30, // 23: vorrang.v1.LifeLoss.at:type_name -> google.protobuf.Duration
+	33, // 24: vorrang.v1.LifeLoss.reason:type_name -> vorrang.v1.PreemptReason
+	23, // 25: vorrang.v1.LifeLoss.beneficiary:type_name -> vorrang.v1.Neighbour
+	30, // 26: vorrang.v1.LifeLoss.waited:type_name -> google.protobuf.Duration
+	30, // 27: vorrang.v1.LifeLoss.recompute:type_name -> google.protobuf.Duration
+	30, // 28: vorrang.v1.ExplainRequestResponse.total:type_name -> google.protobuf.Duration
+	30, // 29: vorrang.v1.ExplainRequestResponse.ttft:type_name -> google.protobuf.Duration
+	23, // 30: vorrang.v1.ExplainRequestResponse.seated:type_name -> vorrang.v1.Neighbour
+	23, // 31: vorrang.v1.ExplainRequestResponse.holders:type_name -> vorrang.v1.Neighbour
+	30, // 32: vorrang.v1.ExplainRequestResponse.beside_prefill:type_name -> google.protobuf.Duration
+	26, // 33: vorrang.v1.ExplainRequestResponse.losses:type_name -> vorrang.v1.LifeLoss
+	25, // 34: vorrang.v1.ExplainRequestResponse.parts:type_name -> vorrang.v1.LifePart
+	24, // 35: vorrang.v1.ExplainRequestResponse.intervals:type_name -> vorrang.v1.LifeInterval
+	2,  // 36: vorrang.v1.ControlService.GetServerInfo:input_type -> vorrang.v1.GetServerInfoRequest
+	4,  // 37: vorrang.v1.ControlService.GetLoad:input_type -> vorrang.v1.GetLoadRequest
+	7,  // 38: vorrang.v1.ControlService.ListRequests:input_type -> vorrang.v1.ListRequestsRequest
+	10, // 39: vorrang.v1.ControlService.CancelRequest:input_type -> vorrang.v1.CancelRequestRequest
+	12, // 40: vorrang.v1.ControlService.UpdateRequestPriority:input_type -> vorrang.v1.UpdateRequestPriorityRequest
+	14, // 41: vorrang.v1.ControlService.Drain:input_type -> vorrang.v1.DrainRequest
+	16, // 42: vorrang.v1.ControlService.WatchDecisions:input_type -> vorrang.v1.WatchDecisionsRequest
+	22, // 43: vorrang.v1.ControlService.ExplainRequest:input_type -> vorrang.v1.ExplainRequestRequest
+	3,  // 44: vorrang.v1.ControlService.GetServerInfo:output_type -> vorrang.v1.GetServerInfoResponse
+	6,  // 45: vorrang.v1.ControlService.GetLoad:output_type -> vorrang.v1.GetLoadResponse
+	9,  // 46: vorrang.v1.ControlService.ListRequests:output_type -> vorrang.v1.ListRequestsResponse
+	11, // 47: vorrang.v1.ControlService.CancelRequest:output_type -> vorrang.v1.CancelRequestResponse
+	13, // 48: vorrang.v1.ControlService.UpdateRequestPriority:output_type -> vorrang.v1.UpdateRequestPriorityResponse
+	15, // 49: vorrang.v1.ControlService.Drain:output_type -> vorrang.v1.DrainResponse
+	21, // 50: vorrang.v1.ControlService.WatchDecisions:output_type -> vorrang.v1.WatchDecisionsResponse
+	27, // 51: vorrang.v1.ControlService.ExplainRequest:output_type -> vorrang.v1.ExplainRequestResponse
+	44, // [44:52] is the sub-list for method output_type
+	36, // [36:44] is the sub-list for method input_type
+	36, // [36:36] is the sub-list for extension type_name
+	36, // [36:36] is the sub-list for extension extendee
+	0,  // [0:36] is the sub-list for field type_name
 }
 
 func init() { file_vorrang_v1_control_proto_init() }
@@ -2596,14 +2697,14 @@ func file_vorrang_v1_control_proto_init() {
 		return
 	}
 	file_vorrang_v1_types_proto_init()
-	file_vorrang_v1_control_proto_msgTypes[24].OneofWrappers = []any{}
+	file_vorrang_v1_control_proto_msgTypes[25].OneofWrappers = []any{}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_vorrang_v1_control_proto_rawDesc), len(file_vorrang_v1_control_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   25,
+			NumMessages:   26,
 			NumExtensions: 0,
 			NumServices:   1,
 		},

@@ -217,7 +217,7 @@ class WatchDecisionsRequest(_message.Message):
     def __init__(self, num_past_steps: _Optional[int] = ..., include_happenings: bool = ...) -> None: ...
 
 class Happening(_message.Message):
-    __slots__ = ("kind", "at", "server_request_id", "level", "end", "step", "preemption")
+    __slots__ = ("kind", "at", "server_request_id", "level", "end", "step", "preemption", "guesses")
     KIND_FIELD_NUMBER: _ClassVar[int]
     AT_FIELD_NUMBER: _ClassVar[int]
     SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -225,6 +225,7 @@ class Happening(_message.Message):
     END_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PREEMPTION_FIELD_NUMBER: _ClassVar[int]
+    GUESSES_FIELD_NUMBER: _ClassVar[int]
     kind: HappeningKind
     at: _timestamp_pb2.Timestamp
     server_request_id: str
@@ -232,7 +233,18 @@ class Happening(_message.Message):
     end: str
     step: int
     preemption: PreemptDecision
-    def __init__(self, kind: _Optional[_Union[HappeningKind, str]] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., server_request_id: _Optional[str] = ..., level: _Optional[int] = ..., end: _Optional[str] = ..., step: _Optional[int] = ..., preemption: _Optional[_Union[PreemptDecision, _Mapping]] = ...) -> None: ...
+    guesses: _containers.RepeatedCompositeFieldContainer[Guesses]
+    def __init__(self, kind: _Optional[_Union[HappeningKind, str]] = ..., at: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., server_request_id: _Optional[str] = ..., level: _Optional[int] = ..., end: _Optional[str] = ..., step: _Optional[int] = ..., preemption: _Optional[_Union[PreemptDecision, _Mapping]] = ..., guesses: _Optional[_Iterable[_Union[Guesses, _Mapping]]] = ...) -> None: ...
+
+class Guesses(_message.Message):
+    __slots__ = ("server_request_id", "num_drafted", "num_accepted")
+    SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    server_request_id: str
+    num_drafted: int
+    num_accepted: int
+    def __init__(self, server_request_id: _Optional[str] = ..., num_drafted: _Optional[int] = ..., num_accepted: _Optional[int] = ...) -> None: ...
 
 class GrantDecision(_message.Message):
     __slots__ = ("server_request_id", "num_computed_tokens", "num_tokens", "level", "samples")
@@ -347,7 +359,7 @@ class LifeLoss(_message.Message):
     def __init__(self, at: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., reason: _Optional[_Union[_types_pb2.PreemptReason, str]] = ..., beneficiary: _Optional[_Union[Neighbour, _Mapping]] = ..., num_blocks: _Optional[int] = ..., num_lost_tokens: _Optional[int] = ..., num_recomputed_tokens: _Optional[int] = ..., waited: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., recompute: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., resumed: bool = ...) -> None: ...
 
 class ExplainRequestResponse(_message.Message):
-    __slots__ = ("server_request_id", "request_id", "tenant", "label", "level", "class_name", "phase", "end", "delivered", "total", "ttft", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_ahead", "num_seated", "seated", "num_holders", "holders", "num_prefill_steps", "num_decode_steps", "beside_prefill", "losses", "num_losses", "parts", "intervals", "num_intervals")
+    __slots__ = ("server_request_id", "request_id", "tenant", "label", "level", "class_name", "phase", "end", "delivered", "total", "ttft", "num_prompt_tokens", "num_cached_tokens", "num_output_tokens", "num_ahead", "num_seated", "seated", "num_holders", "holders", "num_prefill_steps", "num_decode_steps", "beside_prefill", "losses", "num_losses", "parts", "intervals", "num_intervals", "num_drafted_tokens", "num_accepted_tokens")
     SERVER_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
@@ -375,6 +387,8 @@ class ExplainRequestResponse(_message.Message):
     PARTS_FIELD_NUMBER: _ClassVar[int]
     INTERVALS_FIELD_NUMBER: _ClassVar[int]
     NUM_INTERVALS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     server_request_id: str
     request_id: str
     tenant: str
@@ -402,4 +416,6 @@ class ExplainRequestResponse(_message.Message):
     parts: _containers.RepeatedCompositeFieldContainer[LifePart]
     intervals: _containers.RepeatedCompositeFieldContainer[LifeInterval]
     num_intervals: int
-    def __init__(self, server_request_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., level: _Optional[int] = ..., class_name: _Optional[str] = ..., phase: _Optional[str] = ..., end: _Optional[str] = ..., delivered: bool = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ttft: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_seated: _Optional[int] = ..., seated: _Optional[_Iterable[_Union[Neighbour, _Mapping]]] = ..., num_holders: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Neighbour, _Mapping]]] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., beside_prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[LifeLoss, _Mapping]]] = ..., num_losses: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[LifePart, _Mapping]]] = ..., intervals: _Optional[_Iterable[_Union[LifeInterval, _Mapping]]] = ..., num_intervals: _Optional[int] = ...) -> None: ...
+    num_drafted_tokens: int
+    num_accepted_tokens: int
+    def __init__(self, server_request_id: _Optional[str] = ..., request_id: _Optional[str] = ..., tenant: _Optional[str] = ..., label: _Optional[str] = ..., level: _Optional[int] = ..., class_name: _Optional[str] = ..., phase: _Optional[str] = ..., end: _Optional[str] = ..., delivered: bool = ..., total: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., ttft: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., num_prompt_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_ahead: _Optional[int] = ..., num_seated: _Optional[int] = ..., seated: _Optional[_Iterable[_Union[Neighbour, _Mapping]]] = ..., num_holders: _Optional[int] = ..., holders: _Optional[_Iterable[_Union[Neighbour, _Mapping]]] = ..., num_prefill_steps: _Optional[int] = ..., num_decode_steps: _Optional[int] = ..., beside_prefill: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., losses: _Optional[_Iterable[_Union[LifeLoss, _Mapping]]] = ..., num_losses: _Optional[int] = ..., parts: _Optional[_Iterable[_Union[LifePart, _Mapping]]] = ..., intervals: _Optional[_Iterable[_Union[LifeInterval, _Mapping]]] = ..., num_intervals: _Optional[int] = ..., num_drafted_tokens: _Optional[int] = ..., num_accepted_tokens: _Optional[int] = ...) -> None: ...
