@@ -1,4 +1,7 @@
-"""What an output must match, as it was asked for. What a compiled one can do: ``engine.runner.grammar``."""
+"""What an output must match, as it was asked for.
+
+How it is compiled and followed, where the model computes: ``engine.runner.grammars``.
+"""
 
 import enum
 from dataclasses import dataclass

@@ -343,7 +343,7 @@ def _on_cpu(
     from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
     from engine.models.transformers_decoder import TransformersDecoder
-    from engine.runner.grammars import grammars_of
+    from engine.runner.grammars.cache import grammars_of
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from engine.errors import InvalidRequest, Unimplemented, VorrangError
 from engine.request import RequestId
-from engine.runner.constraints import Constraint
-from engine.runner.grammar import Mask
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.compiled import Mask
+from engine.runner.grammars.constraint import Constraint
 from engine.sampling import Needs, SamplingParams
 from engine.scheduler.plan import Grant, Granted
 from kernels.ops import AllowedIds, LogitAdjustments, TokenMask

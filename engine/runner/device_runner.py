@@ -19,7 +19,7 @@ from engine.runner.base import ModelBroken, ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
 from engine.runner.choices import GrammarSource
 from engine.runner.executor import StepExecutor
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
 from engine.runner.logprobs import wanted_rows
 from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of
 from engine.runner.step_report import Report

@@ -7,7 +7,7 @@ from engine.errors import Unimplemented
 from engine.grammar import GrammarSpec
 from engine.runner.base import ModelInfo, PoolShape, StepModel
 from engine.runner.delta import PlanDecoder, PlanDelta, PlanEncoder
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
 from engine.scheduler.plan import Plan, StepResult
 
 

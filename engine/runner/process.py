@@ -23,7 +23,7 @@ from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
 from engine.runner.channel import RESULT, Message, PackedError, unpack_error
 from engine.runner.child import Child, ChildDied, RunnerLimits
-from engine.runner.grammars import MAX_CACHED
+from engine.runner.grammars.cache import MAX_CACHED
 from engine.runner.process_life import Death
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan, StepResult

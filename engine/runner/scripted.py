@@ -17,9 +17,9 @@ from engine.events import PositionLogProbs, PromptLogProbs
 from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
-from engine.runner.constraints import Constraint
-from engine.runner.grammars import Grammars
-from engine.runner.scripted_grammar import ByteCompiler, allowed_byte
+from engine.runner.grammars.byte_compiler import ByteCompiler, allowed_byte
+from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.constraint import Constraint
 from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
 

@@ -25,7 +25,7 @@ from engine.runner import follower, process_life
 from engine.runner.base import ModelBroken, ModelInfo
 from engine.runner.channel import BEAT, LOG, BlockingChannel, unpack_error
 from engine.runner.device_runner import DeviceModel
-from engine.runner.grammars import grammars_of
+from engine.runner.grammars.cache import grammars_of
 from engine.runner.memory import largest_step, num_profile_blocks
 from engine.runner.packing import StepShape
 from engine.runner.peers import ProcessGroupPeers

@@ -17,7 +17,7 @@ from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch
 from engine.runner.choices import GrammarSource
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
 from engine.runner.logprobs import prompt_logprobs, sampled_logprobs, score, wanted_rows
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan, StepResult

@@ -3,7 +3,7 @@
 Loads a model, then answers plans in their order on its main thread; the next one may
 wait in the socket meanwhile, or be launched (``engine.runner.answering``). A side
 thread gives signs of life, so that a long step can be told from a stopped process; others
-compile grammars (``engine.runner.preparing``).
+compile grammars (``engine.runner.grammars.preparing``).
 It decides nothing, ignores signals meant for the server, and ends when the server
 does: the kernel kills it, and the socket's end tells it.
 """
@@ -13,7 +13,7 @@ import ctypes
 from engine.runner import answering, process_life
 from engine.runner.base import ModelBroken, ModelInfo, StepModel
 from engine.runner.channel import LOAD_FAILED, READY, BlockingChannel, pack_error
-from engine.runner.preparing import PlansOnly
+from engine.runner.grammars.preparing import PlansOnly
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from engine.models.sharding import Alone, Peers
 from engine.runner.base import ModelInfo, PoolShape, StepModel
 from engine.runner.device_runner import DeviceModel, Launched
 from engine.runner.executor import StepExecutor
-from engine.runner.grammars import grammars_of
+from engine.runner.grammars.cache import grammars_of
 from engine.runner.packing import decode_buckets
 from engine.runner.sources import TorchSource
 from engine.scheduler.plan import Plan, StepResult

@@ -10,8 +10,8 @@ import structlog
 from engine.errors import InternalError
 from engine.models.errors import InvalidCheckpoint
 from engine.runner.child import RunnerLimits
-from engine.runner.grammars import Grammars
-from engine.runner.scripted_grammar import ByteCompiler
+from engine.runner.grammars.byte_compiler import ByteCompiler
+from engine.runner.grammars.cache import Grammars
 from engine.runner.sources import ScriptedModel, ScriptedSource
 from engine.scheduler.plan import StepResult
 

@@ -17,13 +17,13 @@ from engine.grammar import MAX_CHOICES, MAX_GRAMMAR_BYTES, GrammarKind, GrammarR
 from engine.loop import Engine
 from engine.request import FinishReason, RequestId, RequestSpec
 from engine.runner.child import RunnerLimits
-from engine.runner.constraints import Constraint
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.byte_compiler import ByteCompiler
+from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.constraint import Constraint
+from engine.runner.grammars.utf8 import STATES, after, allowed_from
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import EOS_TOKEN_ID, VOCAB_SIZE, ScriptedRunner, ScriptedTokenizer
-from engine.runner.scripted_grammar import ByteCompiler
 from engine.runner.sources import ScriptedSource
-from engine.runner.utf8 import STATES, after, allowed_from
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import Committed, Record

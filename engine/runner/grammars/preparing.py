@@ -10,8 +10,8 @@ from typing import Protocol
 
 from engine.errors import Unimplemented
 from engine.runner.channel import PREPARE, PREPARED, Message, pack_error
-from engine.runner.grammar import Grammar
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.compiled import Grammar
 
 
 class Channel(Protocol):

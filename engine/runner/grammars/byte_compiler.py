@@ -4,7 +4,7 @@ import numpy as np
 
 from engine.errors import Unimplemented
 from engine.grammar import GrammarKind, GrammarSpec
-from engine.runner.grammar import Mask
+from engine.runner.grammars.compiled import Mask
 
 _NUM_BYTES = 256
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from engine.errors import QueueFull
 from engine.grammar import GrammarSpec
 from engine.runner.base import ModelInfo
-from engine.runner.grammar import Grammar, GrammarCompiler
+from engine.runner.grammars.compiled import Grammar, GrammarCompiler
 
 #: Compiled grammars that are kept; those used last stay.
 MAX_CACHED = 128
@@ -126,7 +126,7 @@ def grammars_of(info: ModelInfo, folder: Path) -> Grammars:
     """Grammars over the vocabulary of a model; its tokenizer is read when the first of them comes."""
 
     def make_compiler() -> GrammarCompiler:
-        from engine.runner.xgrammar_compiler import XGrammarCompiler
+        from engine.runner.grammars.xgrammar_compiler import XGrammarCompiler
 
         return XGrammarCompiler(folder, info.vocab_size, info.eos_token_ids)
 

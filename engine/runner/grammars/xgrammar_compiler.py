@@ -13,9 +13,9 @@ import numpy as np
 
 from engine.errors import Unimplemented
 from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec, shown
-from engine.runner.grammar import Grammar, Mask, num_mask_words
-from engine.runner.json_schema import check_schema
-from engine.runner.utf8 import BETWEEN, STATES, State, after, allowed_from
+from engine.runner.grammars.compiled import Grammar, Mask, num_mask_words
+from engine.runner.grammars.json_schema import check_schema
+from engine.runner.grammars.utf8 import BETWEEN, STATES, State, after, allowed_from
 
 
 class XGrammarCompiler:

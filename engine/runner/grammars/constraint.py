@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.grammar import GrammarRefused, GrammarSpec
-from engine.runner.grammar import Mask, num_mask_words
-from engine.runner.grammars import Grammars
+from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.compiled import Mask, num_mask_words
 from engine.sampling import SamplingParams
 
 
