@@ -3,15 +3,13 @@
 ``Driver`` keeps a model of what must hold that shares no code with the
 scheduler: what was emitted, who ended, who may be evicted. Numbers in comments
 are those of the invariants in docs/SCHEDULING.md; ``tests.support.oracle`` holds
-single rules.
+single rules, ``tests.support.plan_checks`` what holds of every plan.
 """
 
 import dataclasses
-import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import groupby
 
 from engine.errors import InternalError, VorrangError
 from engine.events import (
@@ -32,7 +30,7 @@ from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
-from tests.support import oracle
+from tests.support import oracle, plan_checks
 from tests.support.readback import ReadBackRunner, Text, text_of
 from tests.support.seen import Seen, Standing
 
@@ -255,14 +253,14 @@ class Driver:
         after = self.standing()
         if held:
             self.disturb_all()
-        self.check_plan(plan, before, after, held)
+        plan_checks.check_plan(self, plan, before, after, held)
         self.book(plan.events)
         self.check()
         oracle.check_deadlines(self, plan)
         if not held:
             oracle.check_bypass(self, before, after)
             oracle.check_ageing(self, plan, before, after)
-        self.check_stalls(plan)
+        plan_checks.check_stalls(self, plan)
         if plan.grants or not self.depth:
             self.flights.append(Flight(plan))
         if not self.depth or self.num_steps * 7919 % 5 < 2:
@@ -440,284 +438,3 @@ class Driver:
 
     def alive(self) -> list[Request]:
         return [*self.scheduler.running(), *self.scheduler.waiting(), *self.scheduler.parked()]
-
-    def check_plan(self, plan: Plan, before: Standing, after: Standing, held: Sequence[Request]):
-        config, running = self.config, after.running
-        ids = {grant.request_id for grant in plan.grants}
-        assert len(ids) == len(plan.grants)
-        assert plan.num_tokens <= config.max_step_tokens
-        assert len(ids) <= config.max_running_requests
-        ended = {e.request_id for e in plan.events if isinstance(e, TERMINAL)}
-        if before.num_alive > len(ended) + len(after.parked):
-            assert plan.grants or self.flights, "something admissible waits, but the step is empty"
-        for grant in plan.grants:
-            request = self.scheduler.find(grant.request_id)
-            assert request is not None
-            n, num_to_come = grant.num_tokens, self.num_outputs_to_come(grant.request_id)
-            n_known = n - grant.num_drafts
-            assert 1 <= n_known <= config.max_chunk_tokens
-            assert grant.num_drafts <= config.speculation_tokens
-            self.noted["guessed"] += grant.num_drafts > 0
-            assert grant.start == request.num_computed_tokens
-            known = request.token_ids[grant.start : grant.start + n_known]
-            assert list(grant.token_ids) == known + list(request.draft_token_ids)
-            assert len(grant.token_ids) == n - grant.has_unknown_token
-            assert grant.has_unknown_token <= num_to_come <= self.depth
-            assert not self.has_its_last(request), "granted in vain, and one could know"
-            num_outputs = len(self.seen_alive[grant.request_id].tokens) + num_to_come
-            assert grant.output_index in (None, num_outputs)
-            self.noted["granted a token nobody knew"] += grant.has_unknown_token
-            assert (grant.output_index is None) == (grant.start + n < request.num_tokens)
-            assert grant.banned_token_ids == oracle.banned(request.spec, grant.output_index)
-        if held:
-            self.num_forced.update(
-                e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
-            )
-            self.check_preemptions(plan, before.idle, after.seated)
-            self.check_quarantine(plan, held)
-            return
-        if config.discipline == "unified":
-            for request in running:
-                # A starved one may be given its seat and its blocks before its first token.
-                is_due = request.num_missing_tokens == 1 and not self.has_its_last(request)
-                if is_due and request.request_id in before.seated:
-                    assert request.request_id in ids, "a decode was left out"
-        if config.discipline == "static" and before.seated & after.seated:
-            assert before.seated >= after.seated, "somebody joined a batch that was closed"
-        self.num_forced.update(
-            e.request_id for e in plan.events if isinstance(e, Preempted) and e.request_id in before.idle
-        )
-        self.check_preemptions(plan, before.idle, after.seated)
-        oracle.check_watermark(self, before, after)
-        oracle.check_growth(self, plan, before, after)
-        oracle.check_victims(self, plan, before, after)
-        oracle.check_tenants(self, after)
-        self.check_overtaking(plan, before, after)
-        oracle.check_order(self, plan, before, after)
-
-    def check_quarantine(self, plan: Plan, held: Sequence[Request]):
-        """Who may have killed the runner is computed alone, and only more urgent ones before it."""
-        if any(self.scheduler.is_quarantined(grant.request_id) for grant in plan.grants):
-            assert len(plan.grants) == 1
-            return
-        held = [r for r in held if self.scheduler.find(r.request_id)]  # some may have run out of time
-        held = [r for r in held if not self.has_its_last(r)]
-        if held:
-            most_urgent = min(map(self.urgency, held))
-            for grant in plan.grants:
-                assert self.urgency(self.scheduler.find(grant.request_id)) < most_urgent
-
-    def check_stalls(self, plan: Plan):
-        """6: nobody goes without a token for longer than the stated bound (docs/SCHEDULING.md)."""
-        granted = {grant.request_id for grant in plan.grants}
-        max_wait_s, turn_s = self.stall_bound()
-        for num_earlier, (request_id, seen) in enumerate(self.seen_alive.items()):
-            if request_id in granted:
-                seen.progress_at = seen.idle_at = self.now
-                seen.num_earlier = num_earlier
-            elif not seen.disturbed and not oracle.has_seat_limit(self.config, seen.spec.tenant):
-                assert self.now - seen.progress_at <= max_wait_s + (seen.num_earlier + 1) * turn_s
-
-    def stall_bound(self) -> tuple[float, float]:
-        """Longest wait before the starved tier, and longest turn in it, in seconds; a step takes one."""
-        config, longest = self.config, self.longest
-        pool_tokens = self.blocks.num_blocks * self.blocks.block_size
-        drain = pool_tokens / max(1, config.max_step_tokens - config.max_running_requests) + longest
-        share = max(1, config.num_reserved_tokens(config.max_step_tokens - config.max_running_requests))
-        serve = longest / share + longest
-        if config.discipline == "prefill_first":
-            drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns
-        if self.depth:
-            drain, serve = 2 * drain, 2 * serve  # every other plan may have to wait for a commit
-        return self.max_wait_s, drain + serve
-
-    def urgency(self, request: Request) -> int:
-        return 0 if self.config.policy == "fcfs" else request.level
-
-    def key(self, request: Request) -> tuple[int, int]:
-        return self.urgency(request), request.arrival_seq
-
-    def check_preemptions(self, plan: Plan, idle_before: set[RequestId], seated: set[RequestId]):
-        """5: for an arrival only across a level gap; for growth only who comes later."""
-        for_arrivals: list[RequestId] = []
-        for event in plan.events:
-            if isinstance(event, Preempted):
-                assert event.request_id not in seated, "admitted in the step that preempted it"
-            if isinstance(event, Preempted) and event.beneficiary is not None:
-                victim = self.scheduler.find(event.request_id)
-                winner = self.scheduler.find(event.beneficiary)
-                assert victim is not None
-                assert winner is not None
-                idle = event.request_id in idle_before
-                assert idle or self.key(winner) < self.key(victim)
-                assert event.count <= self.config.max_preemptions + self.num_forced[event.request_id]
-                if event.reason in (PreemptReason.SEATS, PreemptReason.BLOCKS):
-                    gap = self.urgency(victim) - self.urgency(winner)
-                    assert idle or gap >= self.config.preempt_level_gap
-                    assert idle or oracle.had_its_quantum(self, event.request_id)
-                    for_arrivals.append(event.beneficiary)
-        if len(for_arrivals) > self.config.max_preemptions_per_step:
-            assert len(set(for_arrivals)) == 1, "too many for arrivals in one step"  # but one may need more
-
-    def check_overtaking(self, plan: Plan, before: Standing, after: Standing):
-        """2: no less urgent prefill or admission while a more urgent admissible request waits.
-
-        The starved tier is excepted, and ``static`` admits nobody to a batch under way. A
-        decode step of ``prefill_first`` admits nobody either; it may only precede a step of
-        prefills that could be formed when a bounded decode gap is set (never twice in a row:
-        ``oracle.check_order``).
-        """
-        config = self.config
-        if config.discipline == "static" or any(r.is_starved for r in after.alive):
-            return
-        preempted_now = {e.request_id for e in plan.events if isinstance(e, Preempted)}
-        if len(preempted_now) >= config.max_preemptions_per_step:
-            return
-        first = self.must_be_next(after.waiting, preempted_now, plan)
-        if not first:
-            return
-        running = {r.request_id: r for r in after.running}
-        granted = [running[grant.request_id] for grant in plan.grants]
-        num_tokens = plan.num_tokens - sum(grant.num_drafts for grant in plan.grants)
-        is_full = num_tokens == config.max_step_tokens
-        if config.discipline == "prefill_first":
-            if oracle.may_be_decodes(granted, before) and any(map(oracle.is_decoding, granted)):
-                if preempted_now:
-                    return  # what a retraction frees comes after prefills were tried
-                assert config.prefill_first_max_decode_gap_ms is not None, "somebody could prefill"
-                assert not self.decoded_last, "two decode steps in a row while somebody could prefill"
-                return
-            is_full |= plan.num_tokens == config.prefill_first_max_input_tokens
-            is_full |= plan.num_tokens == config.prefill_first_max_chunk_tokens
-            is_full |= len(granted) == config.prefill_first_max_requests
-        for waiting in first:
-            assert is_full, f"{waiting.request_id} fits but was left out"
-            for request in granted:
-                if self.comes_after(request, waiting):
-                    assert config.discipline == "unified"
-                    assert request.num_missing_tokens == 1
-                    assert request.request_id in before.seated
-
-    def must_be_next(
-        self, waiting: Sequence[Request], preempted_now: set[RequestId], plan: Plan
-    ) -> list[Request]:
-        """Waiting requests that nothing but the budget of the step may keep out."""
-        found: list[Request] = []
-        for _, group in groupby(waiting, self.turn):
-            members = list(group)
-            for request in members:
-                if self.has_its_last(request):
-                    return found
-                if request.request_id in preempted_now or not self.is_admissible(request, len(preempted_now)):
-                    return found  # whoever comes after it may be kept behind it
-                if self.waits_for_prefix(request, plan):
-                    return found
-            found += members
-        return found
-
-    def turn(self, request: Request) -> tuple[int, ...]:
-        """What certainly orders requests; under ``fair`` tenants of one level may change places."""
-        return (self.urgency(request),) if self.config.policy == "fair" else self.key(request)
-
-    def comes_after(self, request: Request, other: Request) -> bool:
-        """Whether a request certainly stands behind another one in the order of service."""
-        if self.turn(request) != self.turn(other):
-            return self.turn(request) > self.turn(other)
-        return request.spec.tenant == other.spec.tenant and request.arrival_seq > other.arrival_seq
-
-    def waits_for_prefix(self, waiting: Request, plan: Plan) -> bool:
-        """12: somebody who runs computes enough of its prompt right now."""
-        if not self.blocks.enable_prefix_cache or self.blocks.holds(waiting.request_id):
-            return False
-        if not self.is_scored(waiting):
-            return False  # what it may not take it need not wait for
-        granted = {grant.request_id for grant in plan.grants}
-        # Other disciplines have more budgets, and steps that hold no prefill.
-        full = plan.num_tokens == self.config.max_step_tokens or self.config.discipline != "unified"
-        for running in self.scheduler.running():
-            if self.computes_prefix_of(running, waiting):
-                full |= bool(running.num_tokens_in_flight)  # all of it may be in flight
-                assert full or running.request_id in granted, "a prefill that is waited for stands still"
-                return True
-        return False
-
-    def computes_prefix_of(self, running: Request, waiting: Request) -> bool:
-        """12: whether enough of a prompt is being computed to wait for it."""
-        num_alike = 0
-        for mine, theirs in zip(waiting.token_ids[:-1], running.token_ids[:-1], strict=False):
-            if mine != theirs or waiting.cache_salt != running.cache_salt:
-                break
-            num_alike += 1
-        num_alike -= num_alike % self.blocks.block_size
-        is_sibling = waiting.spec.family != "" and waiting.spec.family == running.spec.family
-        least = 1 if is_sibling else self.config.prefix_wait_tokens
-        return num_alike - running.num_committed_tokens >= least
-
-    def is_scored(self, request: Request) -> bool:
-        """Whether its prompt need not be scored, or all of it has been."""
-        wanted = request.spec.sampling.prompt_logprobs is not None
-        return not wanted or request.num_scored_tokens >= request.num_prompt_tokens - 1
-
-    def is_admissible(self, waiting: Request, num_used: int) -> bool:
-        """Whether it would fit if all that it may evict were gone, after ``num_used`` evictions."""
-        running = self.scheduler.running()
-        staying = [r for r in running if not self.is_evictable(r, waiting)]
-        if len(staying) >= self.config.max_running_requests:
-            return False
-        if oracle.has_seat_limit(self.config, waiting.spec.tenant):
-            return False  # its tenant may keep it out
-        gone = {r.request_id for r in running} - {r.request_id for r in staying}
-        if self.blocks.num_owners > len(running):
-            gone |= {
-                r.request_id
-                for r in (*self.scheduler.waiting(), *self.scheduler.parked())
-                if self.blocks.holds(r.request_id)
-                and (not running or self.urgency(r) >= self.urgency(waiting))
-            } - {waiting.request_id}
-        if num_used and num_used + len(gone) > self.config.max_preemptions_per_step:
-            return False
-        held = {
-            block
-            for request_id, seen in self.seen_alive.items()
-            if self.blocks.holds(request_id) and request_id not in gone
-            for block in self.blocks.table(request_id)
-        }
-        pinned = waiting.num_preemptions >= self.config.max_preemptions
-        pool_tokens = self.blocks.num_blocks * self.blocks.block_size
-        size = min(waiting.max_known_tokens, pool_tokens) if pinned else waiting.num_tokens
-        if self.blocks.holds(waiting.request_id):
-            have = len(self.blocks.table(waiting.request_id))  # it kept them while it was parked
-        else:
-            most = None if self.is_scored(waiting) else waiting.num_scored_tokens
-            have = sum(block in held for block in self.blocks.match(waiting, most).blocks)
-        need = self.blocks.blocks_for(size) - have
-        if need <= 0:
-            return True
-        spare = max(self.watermark(waiting, staying), self.most_reserved(waiting, size, staying))
-        return len(held) + need + spare <= self.blocks.num_blocks
-
-    def most_reserved(self, waiting: Request, size: int, staying: list[Request]) -> int:
-        """The most that ``prefill_first`` may keep for outputs: as if all grew to their longest."""
-        if self.config.discipline != "prefill_first" or not staying:
-            return 0
-        block_size = self.blocks.block_size
-        num_tokens = max(0, waiting.max_known_tokens - size) + block_size
-        num_tokens += sum(r.max_known_tokens - r.num_tokens + block_size for r in staying if not r.holds_all)
-        return self.blocks.blocks_for(num_tokens)
-
-    def watermark(self, waiting: Request, staying: list[Request]) -> int:
-        if not staying:
-            return 0
-        rules = self.config.class_config(waiting.level)
-        share = (rules if self.config.policy != "fcfs" else self.config.standard).watermark
-        if waiting.has_started:
-            share = max(share, self.config.standard.watermark)
-        return math.ceil(share * self.blocks.num_blocks)
-
-    def is_evictable(self, running: Request, waiting: Request) -> bool:
-        if not self.config.preempt_for_arrivals or running.holds_all:
-            return False
-        if self.urgency(running) - self.urgency(waiting) < self.config.preempt_level_gap:
-            return False
-        at = running.num_outputs_at_resume
-        return at is None or running.num_output_tokens - at >= self.config.resume_quantum_tokens

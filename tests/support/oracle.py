@@ -15,6 +15,7 @@ from engine.priority import class_of
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.plan import Plan
+from tests.support import admissible
 from tests.support.seen import Seen, Standing
 
 if TYPE_CHECKING:
@@ -113,11 +114,11 @@ def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing)
     for first in prefills:
         if granted.get(first.request_id, 0) < min(first.num_missing_tokens, driver.config.max_chunk_tokens):
             for second in prefills:
-                late = driver.comes_after(second, first) and second.request_id in granted
+                late = admissible.comes_after(driver, second, first) and second.request_id in granted
                 late = late and not any(  # rule 12: it may have been lent its urgency
-                    driver.computes_prefix_of(second, w)
+                    admissible.computes_prefix_of(driver, second, w)
                     for w in after.waiting
-                    if not driver.comes_after(w, first)
+                    if not admissible.comes_after(driver, w, first)
                 )
                 assert not late, f"{second.request_id} computed while {first.request_id} could have"
 
@@ -132,9 +133,10 @@ def check_growth(driver: "Driver", plan: Plan, before: Standing, after: Standing
             continue
         others = [r for r in after.running if r.request_id in before.seated and not r.holds_all]
         if driver.config.discipline == "prefill_first":  # the least urgent of the batch
-            assert all(driver.urgency(r) <= driver.urgency(victim) for r in others)
+            assert all(admissible.urgency(driver, r) <= admissible.urgency(driver, victim) for r in others)
         elif event.beneficiary is None and not driver.blocks.enable_prefix_cache:
-            assert not any(driver.key(r) > driver.key(victim) for r in others), "gave itself up too early"
+            last = admissible.key(driver, victim)
+            assert not any(admissible.key(driver, r) > last for r in others), "gave itself up too early"
 
 
 def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:
@@ -149,7 +151,7 @@ def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standin
     if len(admitted) != 1 or before.idle:
         return
     (winner,) = admitted
-    if has_seat_limit(driver.config, winner.spec.tenant):
+    if admissible.has_seat_limit(driver.config, winner.spec.tenant):
         return  # it may have had to make room inside its tenant
     share = max(_rules(driver.config, level).watermark for level in (winner.level, 0))
     num_spare = driver.blocks.num_free_blocks - math.ceil(share * driver.blocks.num_blocks)
@@ -162,8 +164,8 @@ def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standin
         if driver.blocks.enable_prefix_cache:
             continue  # what they share decides as well
         for other in after.running:
-            if other is not winner and driver.urgency(other) > driver.urgency(victim):
-                kept = driver.is_evictable(other, winner)
+            if other is not winner and admissible.urgency(driver, other) > admissible.urgency(driver, victim):
+                kept = admissible.is_evictable(driver, other, winner)
                 kept &= len(driver.blocks.table(other.request_id)) >= num_held
                 assert not kept, f"{victim.request_id} gave way instead of {other.request_id}"
 
@@ -205,9 +207,9 @@ def check_bypass(driver: "Driver", before: Standing, after: Standing) -> None:
         return
     admitted = [r for r in after.running if r.request_id not in before.seated and not r.is_starved]
     for waiting in after.waiting:
-        if waiting in before.waiting and not has_seat_limit(driver.config, waiting.spec.tenant):
+        if waiting in before.waiting and not admissible.has_seat_limit(driver.config, waiting.spec.tenant):
             seen = driver.seen_alive[waiting.request_id]
-            seen.num_passed += sum(driver.comes_after(r, waiting) for r in admitted)
+            seen.num_passed += sum(admissible.comes_after(driver, r, waiting) for r in admitted)
             assert seen.num_passed <= driver.config.max_bypass, f"{waiting.request_id} was passed too often"
 
 
@@ -230,7 +232,8 @@ def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing
     starved = [
         r
         for r in starved
-        if r.request_id in after.seated | before.seated or not has_seat_limit(driver.config, r.spec.tenant)
+        if r.request_id in after.seated | before.seated
+        or not admissible.has_seat_limit(driver.config, r.spec.tenant)
     ]
     if starved:
         starved.sort(key=lambda r: r.arrival_seq)
@@ -284,11 +287,6 @@ def _rules(config: SchedulerConfig, level: int) -> ClassConfig:
 
 
 # Tenants
-
-
-def has_seat_limit(config: SchedulerConfig, tenant: str) -> bool:
-    """Whether a tenant may hold only so many seats, or tokens in them."""
-    return any(t.name == tenant and (t.max_running_requests or t.max_running_tokens) for t in config.tenants)
 
 
 def check_tenants(driver: "Driver", after: Standing) -> None:
