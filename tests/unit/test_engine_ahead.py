@@ -1,84 +1,29 @@
 """The engine loop with a step planned ahead: the same tokens, and a step in flight whatever happens."""
 
 import asyncio
+import functools
 import threading
-from contextlib import asynccontextmanager
 
 import pytest
 
 from engine.errors import Draining
 from engine.events import Delta, Failed, Finished, Preempted, Resumed
 from engine.loop import Engine
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import FinishReason
 from engine.runner.base import PipelinedRunner
 from engine.runner.inline import InlineRunner
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer, expected_output
 from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer
 from engine.runner.sources import ScriptedModel, ScriptedSource
-from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.sim.profiles import profile_named
+from tests.support import engines
 from tests.support.decisions import MemoryLog
+from tests.support.engines import GatedRunner, collect, spec
 
 pytestmark = pytest.mark.asyncio
-
-
-class GatedRunner(ScriptedRunner):
-    """Computes a step only when told to; notes which plans it was given."""
-
-    def __init__(self, **more):
-        super().__init__(**{"num_blocks": 32, "block_size": 4} | more)
-        self.gate = asyncio.Semaphore(0)
-        self.handed_in, self.num_computed = [], 0
-        self.error = None
-
-    def submit(self, plan):
-        self.handed_in.append(plan)
-        return super().submit(plan)
-
-    async def pass_time(self, time_s):
-        await self.gate.acquire()
-        if self.error is not None:
-            error, self.error = self.error, None
-            raise error
-        self.num_computed += 1
-
-    async def step(self, num_steps=1):
-        for _ in range(num_steps):
-            self.gate.release()
-            for _ in range(8):
-                await asyncio.sleep(0)
-
-
-@asynccontextmanager
-async def serving(runner=None, tokenizer=None, *, depth=1, decisions=None, **config):
-    config = {"max_running_requests": 4, "max_step_tokens": 32, "max_chunk_tokens": 16} | config
-    runner = runner or ScriptedRunner(num_blocks=32, block_size=4)
-    engine = Engine(
-        runner, tokenizer or ScriptedTokenizer(), SchedulerConfig(**config),
-        check_integrity=True, decisions=decisions, pipeline_depth=depth,
-    )  # fmt: skip
-    task = asyncio.create_task(engine.run())
-    try:
-        yield engine
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        statistics = engine.statistics()
-        assert statistics.num_alive == 0
-        assert statistics.num_free_blocks == statistics.num_blocks
-        await runner.close()
-
-
-def spec(name, prompt="hello", *, level=0, **sampling):
-    sampling = {"max_tokens": 8, "temperature": 0} | sampling
-    return RequestSpec(RequestId(name), tuple(prompt.encode()), SamplingParams(**sampling), level)
-
-
-async def collect(handle):
-    return [event async for event in handle.events()]
+serving = functools.partial(engines.serving, depth=1)
 
 
 def tokens_of(events):

@@ -1,19 +1,19 @@
 """The engine loop on the scripted runner."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import functools
 
 import pytest
 
 from engine.errors import Draining, InternalError, PoolExceeded, SlowConsumer
 from engine.events import Delta, Failed, Finished, LevelChanged, Preempted, Resumed, Started
-from engine.loop import Engine
-from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec
+from engine.request import FinishReason, PreemptReason, RequestId
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer, expected_output
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from tests.support import engines
+from tests.support.engines import collect, spec, tokens_of
 
 pytestmark = pytest.mark.asyncio
+serving = functools.partial(engines.serving, max_running_requests=2)
 
 
 class GatedRunner(ScriptedRunner):
@@ -43,43 +43,8 @@ class GatedRunner(ScriptedRunner):
             await asyncio.sleep(0)
 
 
-@asynccontextmanager
-async def serving(runner=None, tokenizer=None, *, max_buffered_tokens=8192, **config):
-    config = {"max_running_requests": 2, "max_step_tokens": 32, "max_chunk_tokens": 16} | config
-    engine = Engine(
-        runner or ScriptedRunner(num_blocks=32, block_size=4),
-        tokenizer or ScriptedTokenizer(),
-        SchedulerConfig(**config),
-        max_buffered_tokens=max_buffered_tokens,
-        check_integrity=True,
-    )
-    task = asyncio.create_task(engine.run())
-    try:
-        yield engine
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        statistics = engine.statistics()
-        assert statistics.num_alive == 0
-        assert statistics.num_free_blocks == statistics.num_blocks
-
-
-def spec(name, prompt="hello", *, level=0, **sampling):
-    sampling = {"max_tokens": 8, "temperature": 0} | sampling
-    return RequestSpec(RequestId(name), tuple(prompt.encode()), SamplingParams(**sampling), level)
-
-
-async def collect(handle):
-    return [event async for event in handle.events()]
-
-
 def text_of(events):
     return "".join(e.text for e in events if isinstance(e, Delta))
-
-
-def tokens_of(events):
-    return [t for e in events if isinstance(e, Delta) for t in e.token_ids]
 
 
 async def test_a_request_runs_to_its_end():

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import functools
 
 import pytest
 
@@ -21,11 +22,13 @@ from engine.request import FinishReason, RequestStatus, Usage
 from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SEED_MAX, sibling_seed
 from engine.siblings import sibling_spec, submit_siblings, usage_of_all
+from tests.support import engines
 from tests.support.decisions import MemoryLog
+from tests.support.engines import GatedRunner, spec, tokens_of
 from tests.support.wire import settled
-from tests.unit.test_engine_ahead import GatedRunner, serving, spec
 
 pytestmark = pytest.mark.asyncio
+serving = functools.partial(engines.serving, depth=1)
 
 PROMPT = "a prompt of thirty-eight bytes, exactly"[:38]
 DRAWN = {"temperature": 1.0, "seed": 5}
@@ -46,10 +49,6 @@ async def collect(handle):
         else:
             outputs.setdefault(handle.output_index(event), []).append(event)
     return outputs, end
-
-
-def tokens_of(events):
-    return [token for event in events if isinstance(event, Delta) for token in event.token_ids]
 
 
 def wanted(num_tokens=8, num_outputs=4, seed=5, prompt=PROMPT):

@@ -34,6 +34,7 @@ from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
 from tests.support.decisions import MemoryLog
+from tests.support.engines import collect, tokens_of
 from tests.support.grants import grant
 from tests.support.process import environment
 from tests.support.runners import (
@@ -89,14 +90,6 @@ async def serving(source=None, limits=LIMITS, *, decisions=None, depth=0, **conf
 def spec(name, prompt=b"hello", *, level=0, **sampling):
     sampling = {"max_tokens": 20, "temperature": 0} | sampling
     return RequestSpec(RequestId(name), tuple(prompt), SamplingParams(**sampling), level)
-
-
-async def collect(handle):
-    return [event async for event in handle.events()]
-
-
-def tokens_of(events):
-    return [t for e in events if isinstance(e, Delta) for t in e.token_ids]
 
 
 def check(events, prompt=b"hello", num_tokens=20, depth=0):

@@ -4,48 +4,19 @@ Every test names the behaviour's number in docs/PEERS.md, and says where ours di
 """
 
 import asyncio
-from contextlib import asynccontextmanager
 from itertools import pairwise
 
 import pytest
 
 from engine.events import Delta, Finished
 from engine.handle import RequestHandle
-from engine.loop import Engine
-from engine.request import FinishReason, RequestId, RequestSpec
+from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
-from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer, expected_output
-from engine.sampling import SamplingParams
-from engine.scheduler.config import SchedulerConfig
+from engine.runner.scripted import ScriptedTokenizer, expected_output
 from server import convert
 from tests.support.drive import Driver
+from tests.support.engines import serving, spec, tokens_of
 from tests.support.wire import spec as wire_spec
-
-
-@asynccontextmanager
-async def serving(num_blocks=512, **config):
-    """An engine that must leave nothing behind."""
-    config = {"max_running_requests": 16, "max_step_tokens": 128} | config
-    runner = ScriptedRunner(num_blocks=num_blocks)
-    engine = Engine(runner, ScriptedTokenizer(), SchedulerConfig(**config), check_integrity=True)
-    task = asyncio.create_task(engine.run())
-    try:
-        yield engine
-    finally:
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        statistics = engine.statistics()
-        assert (statistics.num_alive, statistics.num_free_blocks) == (0, num_blocks)
-
-
-def spec(name, prompt="hello", **sampling):
-    sampling = {"max_tokens": 8, "temperature": 0} | sampling
-    return RequestSpec(RequestId(name), tuple(prompt.encode()), SamplingParams(**sampling))
-
-
-def tokens_of(events):
-    return [t for e in events if isinstance(e, Delta) for t in e.token_ids]
 
 
 async def collect(handle, cancel_after=None):
