@@ -17,29 +17,15 @@ from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
 from engine.scheduler.scheduler import Scheduler
-from kernels import ops, registry
 from kv.block_manager import BlockManager
 from tests.support.device_models import Remembered, device_model
 from tests.support.grants import grant
-from tests.support.models import tiny_llama, tiny_qwen3
+from tests.support.models import tiny_qwen3
+
+pytestmark = pytest.mark.usefixtures("kernels_restored")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 KERNELS = ["reference", "auto"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    before = registry.active_name()
-    ops.set_num_threads(1)
-    yield
-    registry.use(before)
 
 
 def serve(model, seed=0):

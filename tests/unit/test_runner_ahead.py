@@ -18,28 +18,13 @@ from engine.runner.scripted import ScriptedTokenizer
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
-from kernels import ops, registry
 from tests.support.device_models import SlowDeviceSource, device_executor, device_model
 from tests.support.grants import grant
-from tests.support.models import tiny_llama
 from tests.support.peers_in_threads import on_every_rank
 
+pytestmark = pytest.mark.usefixtures("kernels_restored")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    before = registry.active_name()
-    ops.set_num_threads(1)
-    yield
-    registry.use(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return folder
 
 
 def specs():

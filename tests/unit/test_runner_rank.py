@@ -9,26 +9,11 @@ from engine.models.sharding import Shard
 from engine.runner import tensor_parallel
 from engine.runner.base import ModelInfo
 from engine.runner.rank import DeviceUnavailable, Rank, RankOptions, device_for
-from kernels import ops, registry
 from kv.pool import KvLayout, PoolAllocationError
-from tests.support.models import tiny_llama
+
+pytestmark = pytest.mark.usefixtures("kernels_restored")
 
 BLOCK_BYTES = KvLayout(num_layers=3, num_kv_heads=2, head_dim=12).token_bytes * 16
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    before = registry.active_name()
-    ops.set_num_threads(1)
-    yield
-    registry.use(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_llama(folder)
-    return folder
 
 
 def options(folder, **fields):

@@ -27,19 +27,12 @@ from engine.runner.scripted import ScriptedTokenizer
 from engine.sampling import SamplingParams
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Grant, Plan
-from kernels import ops, registry
 from tests.support.device_models import Remembered, SlowDeviceSource, device_executor, device_model
 from tests.support.models import tiny_llama
 from tests.support.peers_in_threads import on_every_rank
 from tests.support.wire import settled
 
-
-@pytest.fixture(autouse=True)
-def _restored():
-    before = registry.active_name()
-    ops.set_num_threads(1)
-    yield
-    registry.use(before)
+pytestmark = pytest.mark.usefixtures("kernels_restored")
 
 
 @pytest.fixture(scope="module")

@@ -25,26 +25,12 @@ from engine.scheduler.config import SchedulerConfig
 from kernels import ops, registry
 from kernels.interface import SamplingInputs, TokenMask
 from tests.support.device_models import SlowDeviceSource, device_model
-from tests.support.models import tiny_llama
 from tests.support.schemas import random_schema
 from tests.support.wire import settled
 
+pytestmark = pytest.mark.usefixtures("kernels_restored")
+
 END = 2
-
-
-@pytest.fixture(autouse=True)
-def _restored():
-    before = registry.active_name()
-    ops.set_num_threads(1)
-    yield
-    registry.use(before)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("tiny")
-    tiny_llama(path)
-    return path
 
 
 @pytest.fixture(scope="module")
