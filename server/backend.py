@@ -46,7 +46,7 @@ from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES
 from server.metrics import Metrics
 from server.registry import Registry
-from server.settings import ServerSection, SessionSection
+from server.sections import ServerSection, SessionSection
 from server.ticket import Ticket
 from server.token_rates import TokenRates
 from vorrang.v1 import types_pb2 as types

@@ -17,7 +17,7 @@ from server import convert
 from server.bucket import Bucket
 from server.flow import Flow
 from server.replay import ReplayBuffer
-from server.settings import SessionSection
+from server.sections import SessionSection
 from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 

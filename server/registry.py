@@ -14,7 +14,7 @@ import structlog
 
 from engine.errors import ResumeOutOfRange
 from server.live_request import LiveRequest, Stream
-from server.settings import SessionSection
+from server.sections import SessionSection
 
 _TOKEN_BYTES = 32
 

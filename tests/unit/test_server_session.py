@@ -13,9 +13,9 @@ from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
 from engine.scheduler.config import SchedulerConfig
 from server import session_commands as commands
 from server.backend import Backend
+from server.sections import ServerSection, SessionSection
 from server.session import Session
 from server.session_writer import MAX_WAITING_FRAMES
-from server.settings import ServerSection, SessionSection
 from tests.support.wire import reason_in, settled, spec
 from vorrang.v1 import generation_pb2 as gen
 
