@@ -10,21 +10,17 @@ Importing builds the library where the cache has none and raises
 """
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels import cpu_build, sampling
+from kernels import sampling
+from kernels.cpu_layers import fuse_layers
+from kernels.cpu_library import TYPES, address, function, is_plain
 from kernels.interface import (
-    AttentionInputs,
-    LayerStack,
-    LayerWeights,
     LogProbs,
     PackedWeight,
-    Projection,
-    RunLayers,
     Sampled,
     SamplingInputs,
     UnsupportedWeightType,
@@ -62,40 +58,22 @@ HEAD_DIM_MAX = 512
 #: Elements of a weight that are converted at a time; bounds the memory that packing needs beside its result.
 PACK_ELEMENTS = 2**20
 
-_TYPES: dict[WeightType, int] = {"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3}  # as in cpu.cpp
-
-_library = cpu_build.load()
-
-
-def _function(name: str, *arguments: str) -> Any:
-    """A function of the library by what it takes: ``p`` pointer, ``i`` int64, ``f`` float."""
-    kinds: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
-    function = getattr(_library, f"vorrang_{name}")
-    function.argtypes = [kinds[kind] for kind in "".join(arguments)]
-    function.restype = None
-    return function
-
-
-_set_num_threads = _function("set_num_threads", "i")
-_pack = _function("pack", "ipp", "ii")
-_embed = _function("embed", "i", "pp", "i", "pp", "i")
-_linear = _function("linear", "i", "pp", "ppp", "iii")
-_rms_norm = _function("rms_norm", "ppp", "ii", "f")
-_add_rms_norm = _function("add_rms_norm", "pppp", "ii", "f")
-_silu_mul = _function("silu_mul", "pp", "ii")
-_gelu_mul = _function("gelu_mul", "pp", "ii")
-_gelu_tanh_mul = _function("gelu_tanh_mul", "pp", "ii")
-_softcap = _function("softcap", "p", "ii", "f")
-_route = _function("route", "ppp", "iii", "i")
-_rotary_write_kv = _function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
-_paged_attention = _function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
-_layers = _function("layers", "p", "pp", "ppppp", "iii")
-_layers.restype = ctypes.c_int64
-_argmax = _function("argmax", "ppp", "ii")
-_log_sum_exp = _function("log_sum_exp", "pp", "ii")
-_panel_bytes = _library.vorrang_panel_bytes
-_panel_bytes.argtypes = [ctypes.c_int64, ctypes.c_int64]
-_panel_bytes.restype = ctypes.c_int64
+_set_num_threads = function("set_num_threads", "i")
+_pack = function("pack", "ipp", "ii")
+_embed = function("embed", "i", "pp", "i", "pp", "i")
+_linear = function("linear", "i", "pp", "ppp", "iii")
+_rms_norm = function("rms_norm", "ppp", "ii", "f")
+_add_rms_norm = function("add_rms_norm", "pppp", "ii", "f")
+_silu_mul = function("silu_mul", "pp", "ii")
+_gelu_mul = function("gelu_mul", "pp", "ii")
+_gelu_tanh_mul = function("gelu_tanh_mul", "pp", "ii")
+_softcap = function("softcap", "p", "ii", "f")
+_route = function("route", "ppp", "iii", "i")
+_rotary_write_kv = function("rotary_write_kv", "ppp", "pp", "pp", "iiii")
+_paged_attention = function("paged_attention", "pppp", "ppp", "iii", "iiii", "i", "ff")
+_argmax = function("argmax", "ppp", "ii")
+_log_sum_exp = function("log_sum_exp", "pp", "ii")
+_panel_bytes = function("panel_bytes", "ii", result=ctypes.c_int64)
 
 
 def set_num_threads(num_threads: int) -> None:
@@ -127,10 +105,10 @@ def kv_cache_shapes(
 
 def pack_linear(weight: Tensor, weight_type: WeightType) -> PackedWeight:
     """Panels of 16 rows, the last one filled up with zeros; some of them at a time."""
-    if weight_type not in _TYPES:
-        raise UnsupportedWeightType("cpu", tuple(_TYPES), weight_type)
+    if weight_type not in TYPES:
+        raise UnsupportedWeightType("cpu", tuple(TYPES), weight_type)
     num_outputs, num_inputs = weight.shape
-    code = _TYPES[weight_type]
+    code = TYPES[weight_type]
     panel_bytes = _panel_bytes(code, num_inputs)
     data = torch.empty(-(-num_outputs // PANEL_OUTPUTS) * panel_bytes, dtype=torch.uint8)
     scales = torch.empty(num_outputs) if weight_type == "int8" else None
@@ -153,12 +131,12 @@ def embed(token_ids: Tensor, weight: PackedWeight) -> Tensor:
     assert token_ids.is_contiguous()
     out = torch.empty(token_ids.shape[0], weight.num_inputs)
     _embed(
-        _TYPES[weight.weight_type],
+        TYPES[weight.weight_type],
         out.data_ptr(),
         token_ids.data_ptr(),
         token_ids.shape[0],
         weight.data.data_ptr(),
-        _address(weight.scales),
+        address(weight.scales),
         weight.num_inputs,
     )
     return out
@@ -168,15 +146,15 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None = None) -> Tenso
     """One chain of fused multiply-adds for each output."""
     num_rows, num_inputs = x.shape
     assert num_inputs == weight.num_inputs
-    assert _is_plain(x)
+    assert is_plain(x)
     out = torch.empty(num_rows, weight.num_outputs)
     _linear(
-        _TYPES[weight.weight_type],
+        TYPES[weight.weight_type],
         out.data_ptr(),
         x.data_ptr(),
         weight.data.data_ptr(),
-        _address(weight.scales),
-        _address(bias),
+        address(weight.scales),
+        address(bias),
         num_rows,
         num_inputs,
         weight.num_outputs,
@@ -191,8 +169,8 @@ def logits(x: Tensor, weight: PackedWeight) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Root mean square norm of each row."""
-    assert _is_plain(x)
-    assert _is_plain(weight)
+    assert is_plain(x)
+    assert is_plain(weight)
     out = torch.empty_like(x)
     _rms_norm(out.data_ptr(), x.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps)
     return out
@@ -200,9 +178,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Residual add and norm in one pass. The sum lands in ``residual``."""
-    assert _is_plain(x)
-    assert _is_plain(residual)
-    assert _is_plain(weight)
+    assert is_plain(x)
+    assert is_plain(residual)
+    assert is_plain(weight)
     out = torch.empty_like(x)
     _add_rms_norm(
         out.data_ptr(), x.data_ptr(), residual.data_ptr(), weight.data_ptr(), x.shape[0], x.shape[1], eps
@@ -220,23 +198,23 @@ def gelu_mul(gate_up: Tensor, *, tanh: bool) -> Tensor:
     return _gated(_gelu_tanh_mul if tanh else _gelu_mul, gate_up)
 
 
-def _gated(function: Any, gate_up: Tensor) -> Tensor:
-    assert _is_plain(gate_up)
+def _gated(gate: Any, gate_up: Tensor) -> Tensor:
+    assert is_plain(gate_up)
     out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    function(out.data_ptr(), gate_up.data_ptr(), *out.shape)
+    gate(out.data_ptr(), gate_up.data_ptr(), *out.shape)
     return out
 
 
 def softcap(logits: Tensor, cap: float) -> Tensor:
     """In place, by the same arithmetic in every place of a row."""
-    assert _is_plain(logits)
+    assert is_plain(logits)
     _softcap(logits.data_ptr(), *logits.shape, cap)
     return logits
 
 
 def route(scores: Tensor, num_chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
     """Row by row."""
-    assert _is_plain(scores)
+    assert is_plain(scores)
     num_rows, num_experts = scores.shape
     assert 1 <= num_chosen <= num_experts
     ids = torch.empty(num_rows, num_chosen, dtype=torch.int64)
@@ -254,7 +232,7 @@ def rotary_write_kv(
     num_tokens, num_heads, head_dim = qkv.shape
     num_kv_heads = k_cache.shape[2]
     num_q_heads = num_heads - 2 * num_kv_heads
-    assert _is_plain(qkv)
+    assert is_plain(qkv)
     out = torch.empty(num_tokens, num_q_heads, head_dim)
     _rotary_write_kv(
         out.data_ptr(),
@@ -312,136 +290,6 @@ def paged_attention(
     return out
 
 
-class _Projection(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("type", "num_inputs", "num_outputs")),
-    )
-
-
-class _Layer(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm")),
-        *((name, _Projection) for name in ("qkv", "attention_out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("k_cache", "v_cache")),
-    )
-
-
-class _Stack(ctypes.Structure):
-    _fields_ = (
-        ("layers", ctypes.POINTER(_Layer)),
-        ("rope", ctypes.c_void_p),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "num_layers",
-                "num_q_heads",
-                "num_kv_heads",
-                "head_dim",
-                "num_positions",
-                "num_blocks",
-                "pages_per_block",
-            )
-        ),
-        *((name, ctypes.c_float) for name in ("norm_eps", "scale")),
-    )
-
-
-class _FusedLayers:
-    """All layers in one call. Holds the weights whose addresses it gives, and room for results between."""
-
-    def __init__(self, stack: LayerStack) -> None:
-        self._stack = stack
-        self._caches: tuple[Tensor, ...] = ()
-        self._layers = (_Layer * len(stack.layers))(*map(_layer, stack.layers))
-        self._struct = _Stack(
-            self._layers,
-            stack.rope.data_ptr(),
-            len(stack.layers),
-            stack.num_q_heads,
-            stack.num_kv_heads,
-            stack.head_dim,
-            stack.rope.shape[0],
-            0,  # blocks and
-            0,  # pages of a block: known when the caches are
-            stack.norm_eps,
-            stack.scale,
-        )
-        self._address = ctypes.addressof(self._struct)
-        first, q_size = self._layers[0], stack.num_q_heads * stack.head_dim
-        self._row_floats = (
-            2 * first.qkv.num_inputs
-            + first.qkv.num_outputs
-            + 2 * q_size
-            + first.gate_up.num_outputs
-            + first.down.num_inputs
-        )
-        self._buffer = torch.empty(0)
-
-    def __call__(
-        self, hidden: Tensor, inputs: AttentionInputs, keys: Sequence[Tensor], values: Sequence[Tensor]
-    ) -> Tensor:
-        """See ``RunLayers``."""
-        num_tokens = hidden.shape[0]
-        assert _is_plain(hidden)
-        assert inputs.block_tables.is_contiguous()
-        if not self._caches or self._caches[0] is not keys[0]:
-            self._take_caches(keys, values)
-        if self._buffer.numel() < num_tokens * self._row_floats:
-            self._buffer = torch.empty(num_tokens * self._row_floats)
-        done = _layers(
-            self._address,
-            hidden.data_ptr(),
-            self._buffer.data_ptr(),
-            inputs.positions.data_ptr(),
-            inputs.slots.data_ptr(),
-            inputs.block_tables.data_ptr(),
-            inputs.query_start.data_ptr(),
-            inputs.context_lens.data_ptr(),
-            num_tokens,
-            inputs.context_lens.shape[0],
-            inputs.block_tables.shape[1],
-        )
-        if not done:
-            raise IndexError("the step names a position, slot or block that does not exist")
-        return hidden
-
-    def _take_caches(self, keys: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        self._caches = (*keys, *values)
-        self._struct.num_blocks, self._struct.pages_per_block = keys[0].shape[:2]
-        for layer, k_cache, v_cache in zip(self._layers, keys, values, strict=True):
-            layer.k_cache, layer.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-
-
-def _layer(layer: LayerWeights) -> _Layer:
-    assert layer.attention_norm is not None, "not a plain layer"
-    assert layer.mlp_norm is not None, "not a plain layer"
-    assert layer.gate_up is not None, "not a plain layer"
-    assert layer.down is not None, "not a plain layer"
-    return _Layer(
-        layer.attention_norm.data_ptr(),
-        layer.mlp_norm.data_ptr(),
-        *map(_projection, (layer.qkv, layer.attention_out, layer.gate_up, layer.down)),
-    )
-
-
-def _projection(projection: Projection) -> _Projection:
-    weight = projection.weight
-    return _Projection(
-        weight.data.data_ptr(),
-        _address(weight.scales),
-        _address(projection.bias),
-        _TYPES[weight.weight_type],
-        weight.num_inputs,
-        weight.num_outputs,
-    )
-
-
-def fuse_layers(stack: LayerStack) -> RunLayers:
-    """One call for all layers instead of nine for each."""
-    return _FusedLayers(stack)
-
-
 def gather_last(x: Tensor, rows: Tensor) -> Tensor:
     """Rows of ``x``; once a step, so torch's own will do."""
     return x.index_select(0, rows)
@@ -454,7 +302,7 @@ def argmax(logits: Tensor) -> Tensor:
 
 def log_sum_exp(logits: Tensor) -> Tensor:
     """Relative to the row's maximum."""
-    assert _is_plain(logits)
+    assert is_plain(logits)
     out = torch.empty(logits.shape[0])
     _log_sum_exp(out.data_ptr(), logits.data_ptr(), *logits.shape)
     return out
@@ -467,7 +315,7 @@ def log_probs(logits: Tensor, token_ids: Tensor, num_top: int) -> LogProbs:
 
 def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Argmax of each row, and whether all its logits are finite."""
-    assert _is_plain(logits)
+    assert is_plain(logits)
     ids = torch.empty(logits.shape[0], dtype=torch.int64)
     finite = torch.empty(logits.shape[0], dtype=torch.bool)
     _argmax(ids.data_ptr(), finite.data_ptr(), logits.data_ptr(), *logits.shape)
@@ -477,11 +325,3 @@ def _greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 def sample(logits: Tensor, inputs: SamplingInputs) -> Sampled:
     """Greedy rows here, draws in torch."""
     return sampling.sample(logits, inputs, _greedy)
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return tensor.dtype is torch.float32 and tensor.is_contiguous()

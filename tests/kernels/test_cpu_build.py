@@ -174,7 +174,8 @@ def test_without_a_compiler_auto_falls_back_to_the_reference_and_says_why(tmp_pa
 def test_cpu_by_name_does_not_fall_back(cache, monkeypatch):
     before = registry.active_name()
     monkeypatch.setattr(cpu_build, "load", lambda: (_ for _ in ()).throw(CpuKernelsUnavailable("no way")))
-    monkeypatch.delitem(sys.modules, "kernels.cpu", raising=False)
+    for module in ("cpu", "cpu_layers", "cpu_library"):
+        monkeypatch.delitem(sys.modules, f"kernels.{module}", raising=False)
 
     with pytest.raises(CpuKernelsUnavailable, match="no way"):
         registry.use("cpu")
