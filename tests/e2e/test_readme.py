@@ -31,16 +31,3 @@ def test_the_first_program_in_go_is_the_example_that_is_compiled() -> None:
     assert comment in example
     as_program = example.replace("package vorrang_test", "package main").replace(comment, "")
     assert program == as_program.replace("func Example()", "func main()")
-
-
-def test_every_make_target_named_in_the_documents_exists() -> None:
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for document in ("README.md", "CONTRIBUTING.md"):
-        named = set(re.findall(r"make ([a-z-]+)", (ROOT / document).read_text()))
-        assert named <= targets | {"alone"}, document
-
-
-def test_every_file_named_in_the_documents_exists() -> None:
-    for document in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"):
-        for path in re.findall(r"\]\(([^)#:]+)\)", (ROOT / document).read_text()):
-            assert (ROOT / path).exists(), f"{document} names {path}"

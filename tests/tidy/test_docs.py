@@ -66,6 +66,33 @@ def test_the_index_names_every_page():
     assert set(DOCS.rglob("*.md")) - named == {DOCS / "README.md"}
 
 
+def test_every_make_target_named_in_the_documents_exists():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for document in ("README.md", "CONTRIBUTING.md"):
+        named = set(re.findall(r"make ([a-z-]+)", (ROOT / document).read_text()))
+        assert named <= targets | {"alone"}, document
+
+
+def test_every_module_named_in_the_architecture_exists():
+    named = set(re.findall(r"`(?:[\w/]+/)?(\w+\.(?:py|go|cpp))`", (ROOT / "ARCHITECTURE.md").read_text()))
+    folders = [
+        "engine",
+        "server",
+        "clients",
+        "kernels",
+        "kv",
+        "timeline",
+        "workloads",
+        "report",
+        "tests",
+        "bench",
+        "tools",
+    ]
+    there = {path.name for folder in folders for path in (ROOT / folder).rglob("*.*")}
+    assert len(named) > 100
+    assert named <= there
+
+
 def test_the_protocol_reference_is_what_the_protos_say():
     done = subprocess.run(
         [sys.executable, "tools/protocol_reference.py", "--check"],
