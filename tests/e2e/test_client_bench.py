@@ -8,23 +8,11 @@ from typer.testing import CliRunner
 from clients.python.cli import main
 from tests.support.openai_server import openai_server
 from tests.support.process import server_process
+from tests.support.workloads import two_classes
 from workloads.arrivals import Arrival
 from workloads.records import RequestRecord, Run, read_runs, write_runs
 
-WORKLOAD = """
-name = "small"
-duration_s = 3
-[[stream]]
-class = "interactive"
-arrivals = { process = "constant", rate_rps = 10.0 }
-prompt_tokens = 20
-output_tokens = 5
-[[stream]]
-class = "batch"
-arrivals = { process = "constant", rate_rps = 10.0 }
-prompt_tokens = 40
-output_tokens = 8
-"""
+WORKLOAD = two_classes("constant", 3, interactive=(10.0, 20, 5), batch=(10.0, 40, 8))
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,10 @@ from engine.sim.profiles import fixed_step, profile_named
 from engine.sim.sweep import Cell, Source, Sweep, run_cell, run_sweep
 from report.summary import summarise
 from server.sim import app
+from tests.support.workloads import two_classes
 from workloads.errors import InvalidWorkload
 
-WORKLOAD = """
-name = "small"
-duration_s = 20
-[[stream]]
-class = "interactive"
-arrivals = { process = "poisson", rate_rps = 2.0 }
-prompt_tokens = 50
-output_tokens = 20
-[[stream]]
-class = "batch"
-arrivals = { process = "poisson", rate_rps = 4.0 }
-prompt_tokens = 100
-output_tokens = 40
-"""
+WORKLOAD = two_classes("poisson", 20, interactive=(2.0, 50, 20), batch=(4.0, 100, 40))
 
 
 @pytest.fixture
