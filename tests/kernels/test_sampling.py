@@ -6,33 +6,15 @@ import pytest
 import torch
 
 from kernels import ops
-from kernels.ops import SamplingInputs
 from kernels.sampling import gumbel_noise
+from tests.support.sampling_inputs import sampling_inputs
 
 INF = float("inf")
 
 
-def _inputs(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0, index=0, banned=()):
-    """One setting for all rows, or a list with one a row."""
-
-    def column(value, dtype):
-        return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
-
-    return SamplingInputs(
-        temperature=column(temperature, torch.float64),
-        top_k=column(top_k, torch.int64),
-        top_p=column(top_p, torch.float64),
-        min_p=column(min_p, torch.float64),
-        seed=column(seed, torch.int64),
-        output_index=column(index, torch.int64),
-        banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
-        banned_ids=torch.tensor([token for _, token in banned], dtype=torch.int64),
-    )
-
-
 def _choose(logits, **settings):
     logits = torch.as_tensor(logits, dtype=torch.float32)
-    sampled = ops.sample(logits.clone(), _inputs(len(logits), **settings))
+    sampled = ops.sample(logits.clone(), sampling_inputs(len(logits), **settings))
     assert not sampled.failed.any()
     return sampled.token_ids.tolist()
 
@@ -238,10 +220,10 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():  # vLLM 69: in draws
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_row_that_is_not_finite_fails_alone(poison, temperature):
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(1))
-    healthy = ops.sample(logits.clone(), _inputs(3, temperature=temperature, top_p=0.9))
+    healthy = ops.sample(logits.clone(), sampling_inputs(3, temperature=temperature, top_p=0.9))
     logits[1, 17] = poison
 
-    sampled = ops.sample(logits, _inputs(3, temperature=temperature, top_p=0.9))
+    sampled = ops.sample(logits, sampling_inputs(3, temperature=temperature, top_p=0.9))
 
     assert sampled.failed.tolist() == [False, True, False]
     assert sampled.token_ids[[0, 2]].tolist() == healthy.token_ids[[0, 2]].tolist()
@@ -250,7 +232,7 @@ def test_a_row_that_is_not_finite_fails_alone(poison, temperature):
 def test_infinities_of_both_signs_do_not_cancel():
     logits = torch.zeros(1, 4)
     logits[0, 0], logits[0, 1] = INF, -INF
-    assert ops.sample(logits, _inputs(1)).failed.tolist() == [True]
+    assert ops.sample(logits, sampling_inputs(1)).failed.tolist() == [True]
 
 
 def test_finite_logits_whose_sum_is_not_are_fine():
@@ -258,5 +240,7 @@ def test_finite_logits_whose_sum_is_not_are_fine():
 
 
 def test_a_row_whose_every_id_is_banned_fails_alone():
-    sampled = ops.sample(torch.zeros(2, 2), _inputs(2, temperature=[0.0, 1.0], banned=[(1, 0), (1, 1)]))
+    sampled = ops.sample(
+        torch.zeros(2, 2), sampling_inputs(2, temperature=[0.0, 1.0], banned=[(1, 0), (1, 1)])
+    )
     assert sampled.failed.tolist() == [False, True]

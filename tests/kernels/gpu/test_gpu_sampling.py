@@ -12,7 +12,8 @@ from kernels import reference, sampling
 from kernels.gpu import log_probs as row_kernels
 from kernels.gpu import sample as sampler
 from kernels.gpu.adjust_logits import adjust_logits
-from kernels.interface import AllowedIds, LogitAdjustments, SamplingInputs
+from kernels.interface import LogitAdjustments
+from tests.support.sampling_inputs import sampling_inputs
 
 INF = float("inf")
 NAN = float("nan")
@@ -29,45 +30,6 @@ def _small_blocks(monkeypatch):
     monkeypatch.setattr(row_kernels, "BLOCK", 128)
 
 
-def _inputs(
-    rows,
-    *,
-    temperature=1.0,
-    top_k=0,
-    top_p=1.0,
-    min_p=0.0,
-    typical_p=None,
-    seed=0,
-    index=0,
-    banned=(),
-    allowed=None,
-    adjust=None,
-):
-    """One setting for all rows, or a list with one a row; ``allowed`` is a mapping of row to ids."""
-
-    def column(value, dtype):
-        return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
-
-    return SamplingInputs(
-        temperature=column(temperature, torch.float64),
-        top_k=column(top_k, torch.int64),
-        top_p=column(top_p, torch.float64),
-        min_p=column(min_p, torch.float64),
-        seed=column(seed, torch.int64),
-        output_index=column(index, torch.int64),
-        banned_rows=torch.tensor([row for row, _ in banned], dtype=torch.int64),
-        banned_ids=torch.tensor([token for _, token in banned], dtype=torch.int64),
-        adjustments=adjust,
-        allowed=None if allowed is None else _allowed(allowed),
-        typical_p=None if typical_p is None else column(typical_p, torch.float64),
-    )
-
-
-def _allowed(by_row):
-    pairs = [(row, token) for row, ids in by_row.items() for token in ids]
-    return AllowedIds(torch.tensor(list(by_row)), *(torch.tensor(ids) for ids in zip(*pairs, strict=True)))
-
-
 def _poisoned(logits, device, poison=NAN):
     """Rows of logits between rows of poison."""
     room = torch.full((len(logits) + 2, logits.shape[1]), poison, device=device)
@@ -81,7 +43,7 @@ def _logits(rows, vocab, seed=0, ties=False):
 
 def _both(logits, device, *, poison=NAN, **settings):
     """What the kernel chose and failed, after checking that the oracle says the same."""
-    inputs = _inputs(len(logits), **settings)
+    inputs = sampling_inputs(len(logits), **settings)
     wanted = sampling.sample(logits.clone(), inputs)
     got = sampler.sample(_poisoned(logits, device, poison), inputs)
     assert got.failed.cpu().tolist() == wanted.failed.tolist()
@@ -357,6 +319,6 @@ def test_argmax_and_log_sum_exp(vocab, device):
 
 def test_no_rows_choose_nothing(device):
     empty = torch.empty(0, 16, device=device)
-    assert sampler.sample(empty, _inputs(0)).token_ids.shape == (0,)
+    assert sampler.sample(empty, sampling_inputs(0)).token_ids.shape == (0,)
     assert row_kernels.argmax(empty).shape == (0,)
     assert row_kernels.log_sum_exp(empty).shape == (0,)
