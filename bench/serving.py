@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,17 @@ class Serving:
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[Serving]:
-    """The default model, served until the context is left; ``options`` of ``vorrang serve``."""
+def serving(*options: str, settings: Mapping[str, object] | None = None) -> Iterator[Serving]:
+    """A server until the context is left, of the default model unless it is told otherwise.
+
+    Args:
+        options: of ``vorrang serve``.
+        settings: further settings by path, such as ``kv.num_blocks``.
+    """
     command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0", *options]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+    for path, value in (settings or {}).items():
+        environment[f"VORRANG_{path.upper().replace('.', '__')}"] = str(value)
     begin = time.perf_counter()
     with subprocess.Popen(  # noqa: S603
         [*command, "--log-level", "error"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True

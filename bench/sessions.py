@@ -10,24 +10,20 @@ server, which the gaps show: compare them with each other, not with other machin
 
 import argparse
 import asyncio
-import os
-import re
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import grpc.aio
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from bench.serving import serving
 from vorrang.v1 import generation_pb2 as gen
+from workloads.statistics import percentile
 
-ROOT = Path(__file__).resolve().parents[1]
 METHOD = "/vorrang.v1.GenerationService/Session"
 NUM_TOKENS, NUM_CHANNELS, STALLED_CREDIT, STALL_S = 32, 10, 8, 4.0
 
@@ -52,30 +48,18 @@ class Server:
 
 
 @contextmanager
-def serving(num_requests: int, step_ms: float, num_tokens: int = 96) -> Iterator[Server]:
-    """A server with a seat for every request."""
+def server_for(num_requests: int, step_ms: float, num_tokens: int = 96) -> Iterator[Server]:
+    """A server of the scripted model with a seat for every request."""
     settings = {
-        "SCHEDULER__MAX_RUNNING_REQUESTS": num_requests,
-        "SCHEDULER__MAX_STEP_TOKENS": 8 * num_requests,
-        "SERVER__MAX_SESSION_REQUESTS": num_requests,
-        "ENGINE__SCRIPTED_STEP_S": step_ms / 1000,
-        "KV__NUM_BLOCKS": num_requests * (2 + num_tokens // 16),
-        "SESSION__SLOW_CLIENT_TIMEOUT_S": 300,
-        "LOG__LEVEL": "warning",
+        "scheduler.max_running_requests": num_requests,
+        "scheduler.max_step_tokens": 8 * num_requests,
+        "server.max_session_requests": num_requests,
+        "engine.scripted_step_s": step_ms / 1000,
+        "kv.num_blocks": num_requests * (2 + num_tokens // 16),
+        "session.slow_client_timeout_s": 300,
     }
-    env = dict(os.environ) | {f"VORRANG_{name}": str(value) for name, value in settings.items()}
-    env["PYTHONPATH"] = f"{ROOT}:{ROOT / 'protos'}"
-    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0", "--model", "scripted"]
-    with subprocess.Popen(  # noqa: S603
-        command, env=env, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            assert process.stdout is not None
-            ready = re.match(r"ready on (\S+):", process.stdout.readline())
-            assert ready
-            yield Server(psutil.Process(process.pid), ready[1])
-        finally:
-            process.terminate()
+    with serving("--model", "scripted", settings=settings) as started:
+        yield Server(psutil.Process(started.pid), started.address)
 
 
 @dataclass
@@ -140,11 +124,6 @@ class Client:
         await self.call.write(gen.SessionRequest(**command).SerializeToString())  # type: ignore[arg-type]
 
 
-def percentile(values: list[float], share: float) -> float:
-    """A percentile."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
 async def idle(server: Server, num_streams: int) -> str:
     """Memory of an open session that does nothing."""
     channels = [channel_to(server) for _ in range(NUM_CHANNELS)]
@@ -176,7 +155,7 @@ async def busy(server: Server, num_sessions: int, num_requests: int) -> list[str
             group.create_task(client.read(each))
     took_s, used = time.perf_counter() - begun, server.rss_bytes - before
     cpu_s = server.cpu_s - cpu_before
-    gaps = [gap for client in clients for gap in client.seen.gaps_s]
+    gaps = sorted(gap for client in clients for gap in client.seen.gaps_s)
     num_messages = sum(client.seen.num_messages for client in clients)
     for client in clients:
         client.call.cancel()
@@ -218,7 +197,7 @@ async def stalled(
     if stalls:
         await asyncio.sleep(STALL_S)
         await clients[0].read_tokens(STALLED_CREDIT)
-    gaps = [gap for client in clients[1:] for gap in client.seen.gaps_s]
+    gaps = sorted(gap for client in clients[1:] for gap in client.seen.gaps_s)
     most = max(clients[0].seen.num_tokens.values())
     for client in clients:
         client.call.cancel()
@@ -235,16 +214,16 @@ def channel_to(server: Server) -> grpc.aio.Channel:
 async def measure(num_requests: int, step_ms: float) -> None:
     """Measure all and print it."""
     console = Console(width=110)
-    with serving(num_requests, step_ms) as server:
+    with server_for(num_requests, step_ms) as server:
         console.print(await idle(server, num_requests))
     table = Table(
         "requests over sessions", "s", "KiB/request", "gap p50 ms", "p99 ms", "CPU us/token", "tokens/msg"
     )
     for num_sessions in (10, num_requests):
-        with serving(num_requests, step_ms) as server:
+        with server_for(num_requests, step_ms) as server:
             table.add_row(*await busy(server, num_sessions, num_requests))
     console.print(table)
-    with serving(num_requests, step_ms) as server:
+    with server_for(num_requests, step_ms) as server:
         for stalls in (False, True, False, True):
             p50, p99, most = await stalled(server, num_requests // 2, stalls=stalls)
             what = f"stalled for {STALL_S:g} s and more, holds at most {most} tokens" if stalls else "reads"
@@ -256,7 +235,7 @@ async def measure(num_requests: int, step_ms: float) -> None:
 async def measure_stall(num_requests: int, step_ms: float, stall_s: float) -> None:
     """One reader in four stops for so long, while the others read; alternately it does not."""
     num_tokens = round(stall_s * 1000 / step_ms)
-    with serving(num_requests, step_ms, num_tokens) as server:
+    with server_for(num_requests, step_ms, num_tokens) as server:
         for stalls in (False, True, False, True):
             began = time.perf_counter()
             p50, p99, most = await stalled(server, num_requests, stalls=stalls, num_tokens=num_tokens)

@@ -6,6 +6,7 @@ Raises:
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from report import style
@@ -128,7 +129,7 @@ def throughput_against_interactivity(
             runs = at(summaries, name, rate)
             speeds = [1 / p.tpot_s.p50 for s in runs if (p := s.of_class(class_name)) and p.tpot_s.p50]
             if speeds:
-                points.append((_mean(speeds), _mean([s.output_tokens_per_s for s in runs]), rate))
+                points.append((fmean(speeds), fmean([s.output_tokens_per_s for s in runs]), rate))
         if not points:
             continue
         axis.plot([p[0] for p in points], [p[1] for p in points], label=name, **style.look(index))
@@ -245,7 +246,3 @@ def _attainment(class_name: str) -> Callable[[RunSummary], float | None]:
 
 def _ttft(class_name: str, share: str) -> Callable[[RunSummary], float | None]:
     return lambda s: None if (part := s.of_class(class_name)) is None else getattr(part.ttft_s, share)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

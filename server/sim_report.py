@@ -21,6 +21,7 @@ from report.page import Facts, command_line, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import RunSummary, summarise
 from server.sim_options import EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from workloads.arrivals import parse_rates
 from workloads.errors import InvalidWorkload
 from workloads.sources import TRACE_CLASSES, is_trace
 from workloads.statistics import TARGETS, parse_target
@@ -123,15 +124,7 @@ def _swept(
 
 
 def _rates(text: str | None, own: Callable[[], float]) -> list[float]:
-    if text is None:
-        return [factor * own() for factor in DEFAULT_FACTORS]
-    try:
-        rates = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        raise InvalidWorkload("rates", "must be numbers separated by commas", text) from None
-    if not rates or rates[0] <= 0:
-        raise InvalidWorkload("rates", "must be greater than 0", text)
-    return rates
+    return [factor * own() for factor in DEFAULT_FACTORS] if text is None else parse_rates(text)
 
 
 def _cells(policies: str, settings: Sequence[str], rates: Sequence[float], num_seeds: int) -> list[Cell]:

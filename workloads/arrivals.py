@@ -172,3 +172,18 @@ def in_order(name: str, requests: Sequence[Arrival], *, shift: bool = True) -> W
             for index, request in enumerate(ordered)
         ),
     )
+
+
+def parse_rates(text: str) -> list[float]:
+    """Read offered rates, ``1,2.5,4`` requests a second; ascending, each once.
+
+    Raises:
+        InvalidWorkload: it is not of that form, or a rate is not above 0.
+    """
+    try:
+        rates = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        raise InvalidWorkload("rates", "must be numbers separated by commas", text) from None
+    if rates[0] <= 0:
+        raise InvalidWorkload("rates", "must be greater than 0", text)
+    return rates

@@ -32,7 +32,7 @@ from clients.python.openai_load import OpenAiTarget, run_openai_load
 from report.page import Facts, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import summarise
-from workloads.arrivals import Workload
+from workloads.arrivals import Workload, parse_rates
 from workloads.errors import InvalidWorkload
 from workloads.records import Run, read_runs, write_runs
 from workloads.sources import TRACE_CLASSES, is_trace, workload_from
@@ -185,23 +185,13 @@ def _workloads(
         drawn = shares or (TRACE_CLASSES if is_trace(source) else None)
         if drawn:
             whole = whole.with_classes(drawn, seed)
-        for rate in _rates(rates) if rates else [whole.mean_rate_rps]:
+        for rate in parse_rates(rates) if rates else [whole.mean_rate_rps]:
             scaled = whole.at_rate(rate)
             kept = tuple(r for r in scaled.requests if r.arrival_s < duration_s)
             if not kept:
                 raise InvalidWorkload("duration", "must be long enough for a request to arrive", duration_s)
             made.append((Workload(whole.name, kept), seed, rate))
     return made
-
-
-def _rates(text: str) -> list[float]:
-    try:
-        rates = sorted({float(part) for part in text.split(",")})
-    except ValueError:
-        raise InvalidWorkload("rates", "must be numbers separated by commas", text) from None
-    if rates[0] <= 0:
-        raise InvalidWorkload("rates", "must be greater than 0", text)
-    return rates
 
 
 def _read(path: Path) -> list[Run]:
