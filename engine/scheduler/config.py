@@ -20,16 +20,12 @@ class ClassConfig:
         watermark: share of the blocks that an admission leaves free.
         max_waiting_requests: longest queue of requests that were never admitted.
         max_waiting_tokens: most prompt tokens in that queue.
-        ttft_target_s: goal for the time to the first token; for reports.
-        tpot_target_s: goal for the time per output token; for reports.
     """
 
     max_wait_s: float
     watermark: float
     max_waiting_requests: int = 100_000
     max_waiting_tokens: int = 100_000_000
-    ttft_target_s: float = 60.0
-    tpot_target_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +108,8 @@ class SchedulerConfig:
     speculation_tokens: int = 0
     speculation_max_running: int = 8
     starved_share: float = 0.1
-    interactive: ClassConfig = ClassConfig(30.0, 0.0, ttft_target_s=1.0, tpot_target_s=0.1)
-    standard: ClassConfig = ClassConfig(120.0, 0.02, ttft_target_s=10.0, tpot_target_s=0.2)
+    interactive: ClassConfig = ClassConfig(30.0, 0.0)
+    standard: ClassConfig = ClassConfig(120.0, 0.02)
     batch: ClassConfig = ClassConfig(600.0, 0.02)
     tenants: tuple[TenantConfig, ...] = ()
     prefill_first_max_input_tokens: int = 16384
