@@ -125,7 +125,6 @@ async def test_sessions_and_calls_beyond_the_limits_are_refused_and_health_is_no
     ):
         async with open_session(channel):
             second = channel.stream_stream(SESSION, None, gen.SessionResponse.FromString)()
-            await second.write(gen.SessionRequest().SerializeToString())
             status = await refused(second.read())
             assert reason_in(status) == "CALL_LIMIT"
             assert "open sessions" in status.message
