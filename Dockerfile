@@ -19,6 +19,7 @@ COPY kv kv
 COPY engine engine
 COPY server server
 COPY clients clients
+COPY timeline timeline
 COPY workloads workloads
 COPY report report
 COPY protos protos

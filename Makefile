@@ -27,13 +27,19 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 	$(BIN)/vorrang sim run saturated --compare all
 
-test: $(STAMP) test-kernels ## run the tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"
+# The kernels' tests compute without a pause, in the time in which the others wait for something.
+test: $(STAMP) ## run the tests
+	@mkdir -p build
+	@$(MAKE) --no-print-directory test-kernels > build/test-kernels.log 2>&1 & kernels=$$!; \
+	trap 'kill $$kernels; exit 130' INT TERM; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"; others=$$?; \
+	wait $$kernels; kernels=$$?; cat build/test-kernels.log; exit $$((others | kernels))
 
 test-kernels: $(STAMP) ## run the GPU kernels' tests on CPU, interpreted (a process of their own)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -n 2 --dist worksteal -m "not deep"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m "not deep"
 
 test-deep: $(STAMP) ## what `make test` leaves out for time
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m deep
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 
 test-go: $(STAMP) ## the Go client's tests against this server, where Go is installed

@@ -63,6 +63,11 @@ class Flow:
         return self._paused
 
     @property
+    def held(self) -> bool:
+        """Whether only its client can let it go on."""
+        return self.out_of_credit or (self._paused and not self._unbound)
+
+    @property
     def out_of_credit(self) -> bool:
         """Whether it has as many output tokens as were granted."""
         granted = self._granted_tokens

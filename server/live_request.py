@@ -108,6 +108,11 @@ class LiveRequest:
         return self.ended and self._sent_sequence == self._kept.last_sequence
 
     @property
+    def held(self) -> bool:
+        """Whether it waits for a frame of its client's: for credit, or the end of a pause."""
+        return self._flow is not None and self._flow.held
+
+    @property
     def num_kept_bytes(self) -> int:
         """Memory of the frames that are held."""
         return self._kept.num_bytes

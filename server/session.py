@@ -1,9 +1,10 @@
 """The bidirectional session: many requests and live control of them on one stream.
 
 One reader task obeys frames (``session_commands``), one writer task sends events
-(``session_writer``), and the handler's own coroutine waits for both: end-of-file looks
-like a cancel to ``read()``, so only ``CancelledError`` in the handler says that the peer
-is gone. What its requests become then is the register's business (``registry``).
+(``session_writer``), and the handler's own coroutine waits for both: a peer that is gone
+looks to ``read()`` like one that half-closed, and only ``CancelledError`` in the handler,
+or a write that fails, says which. What its requests become is the register's business
+(``registry``).
 """
 
 import asyncio
@@ -20,8 +21,6 @@ from server.metadata import level_of, request_id_of
 from server.session_commands import SessionCommands
 from server.session_writer import PeerGone, SessionWriter
 
-#: Seconds after which an end-of-file is what it looks like: a cancel follows its own within 5 ms.
-EOF_DOUBT_S = 0.02
 #: Updates of places in the queue that a session sends at once; the others' turn comes later.
 MAX_QUEUE_UPDATES = 64
 
@@ -102,9 +101,6 @@ class Session:
                 return  # what it asks for now is for requests that are another stream's
             if raw is grpc.aio.EOF:
                 self._writer.half_close()
-                await _doubt()
-                for request in self._writer.requests.values():
-                    request.unbind()
                 return
             await self._commands.obey(raw)
         self._writer.end_with(self._commands.too_bad)
@@ -132,16 +128,6 @@ class Session:
             return False
         place = self._backend.engine.queue_position(request.ticket.handle.request_id)
         return place is not None and request.moved_to(place)
-
-
-async def _doubt() -> None:
-    """Wait as long as a vanished peer may look like one that half-closed, longer where the loop is late."""
-    now_s = asyncio.get_running_loop().time
-    is_late = True
-    while is_late:
-        since_s = now_s()
-        await asyncio.sleep(EOF_DOUBT_S)
-        is_late = now_s() - since_s > 2 * EOF_DOUBT_S
 
 
 def _gravest(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -20,6 +20,8 @@ from vorrang.v1 import generation_pb2 as gen
 MAX_WAITING_FRAMES = 64
 #: Frames of one request that are written before the others get a turn.
 MAX_FRAMES_PER_TURN = 16
+#: A frame without an event. At end-of-file, a write fails if the peer is gone and not if it half-closed.
+NOTHING = b""
 
 
 class PeerGone(Exception):
@@ -36,7 +38,7 @@ class SessionWriter:
     Attributes:
         requests: by client id, those whose frames this stream has still to send.
         busy: set while there are any.
-        half_closed: whether the client sends no more frames.
+        half_closed: whether the client seems to have half-closed: it may as well be gone.
     """
 
     def __init__(self, backend: Backend, context: Any) -> None:
@@ -45,6 +47,7 @@ class SessionWriter:
         self.requests: dict[str, LiveRequest] = {}
         self.busy = asyncio.Event()
         self.half_closed = False
+        self._listens = False
         self._ending = False
         self._go_away_s: float | None = None
         self._last_words: e.VorrangError | None = None
@@ -94,7 +97,10 @@ class SessionWriter:
         return self._lost.is_set()
 
     def half_close(self) -> None:
-        """The client sends no more frames: end when all requests have."""
+        """The client sends no more frames: end when all requests have.
+
+        A write from now on tells whether it reads, and then nothing holds its requests any more.
+        """
         self.half_closed = True
         self._wake.set()
 
@@ -147,6 +153,8 @@ class SessionWriter:
                 raise self._last_words
             elif len(self._outbox):
                 await self._write_events(self._outbox.take())
+            elif self.half_closed and not self._listens and any(r.held for r in self.requests.values()):
+                await self._write(NOTHING)
             else:
                 self._wake.clear()
                 await self._wake.wait()
@@ -174,7 +182,12 @@ class SessionWriter:
             self._backend.delivered(request.server_id)
 
     async def _write(self, frame: bytes) -> None:
+        after_half_close = self.half_closed
         try:
             await self._context.write(frame)
         except grpc.aio.BaseError as error:
             raise PeerGone from error
+        if after_half_close and not self._listens:
+            self._listens = True
+            for request in self.requests.values():
+                request.unbind()

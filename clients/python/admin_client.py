@@ -36,7 +36,6 @@ _TIMEOUT_S = 10.0
 #: Who watches a server wants to see it come back; grpc's own waits grow to two minutes.
 _RECONNECT = (
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
 )
 

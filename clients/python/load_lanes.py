@@ -24,7 +24,6 @@ class LaneClient(VorrangClient):
         own = (
             ("grpc.use_local_subchannel_pool", 1),
             ("grpc.initial_reconnect_backoff_ms", 200),
-            ("grpc.min_reconnect_backoff_ms", 200),
             ("grpc.max_reconnect_backoff_ms", 2000),
         )
         super().__init__(target, channel_options=[*own, *channel_options], **options)

@@ -13,7 +13,9 @@ from clients.python import Session, VorrangClient
 from clients.python.admin_client import ControlClient
 from clients.python.auth import hash_token
 from clients.python.cli import main
+from clients.python.load_lanes import LaneClient
 from server.app import App
+from tests.support.cutting_proxy import CuttingProxy
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import settled
 
@@ -143,6 +145,15 @@ async def test_a_port_without_control_service_says_where_to_look() -> None:
         assert missing.exit_code == 1
         assert "--control" in missing.stderr
         assert (await ctl(app, "load", "--control", app.control_address)).exit_code == 0
+
+
+@pytest.mark.parametrize("kind", [ControlClient, LaneClient])
+async def test_a_server_that_takes_its_time_to_answer_is_reached(kind: type[VorrangClient]) -> None:
+    """``grpc.min_reconnect_backoff_ms`` is also the time that a connection may take."""
+    async with running_server() as app, CuttingProxy(app.address) as proxy:
+        proxy.delay_s = 0.5
+        async with kind(proxy.address) as client:
+            assert (await client.get_model()).name == "scripted"
 
 
 async def test_several_requests_of_one_name_are_told_apart_by_the_servers_id() -> None:

@@ -6,6 +6,7 @@ import grpc.aio
 import pytest
 
 from clients.python import VorrangClient
+from clients.python import watch as watch_module
 from clients.python.errors import RequestFailed
 from clients.python.watch import class_name, watch, write_trace
 from engine.priority import LEVEL_MAX, LEVEL_MIN, class_of
@@ -15,6 +16,8 @@ from tests.support.trace_events import checked
 from tests.support.wire import TERMINAL, open_session, settled, spec
 
 pytestmark = pytest.mark.asyncio
+
+FOR_LONG_S = 3600.0
 
 
 def outline(run):
@@ -28,7 +31,21 @@ def outline(run):
     return stays, pieces, waits, cuts, most, gates
 
 
-async def test_what_is_watched_is_what_the_log_says(tmp_path) -> None:
+@pytest.fixture
+def has_asked(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set once who watches has asked who waits already."""
+    ask, has_asked = watch_module._waiting, asyncio.Event()
+
+    async def ask_and_tell(client):
+        waiting = await ask(client)
+        has_asked.set()
+        return waiting
+
+    monkeypatch.setattr(watch_module, "_waiting", ask_and_tell)
+    return has_asked
+
+
+async def test_what_is_watched_is_what_the_log_says(tmp_path, has_asked) -> None:
     log, output = tmp_path / "decisions.log", tmp_path / "trace.json"
     runner = HeldRunner(64, 16)
     settings = {"scheduler.max_running_requests": 1, "engine.record_decisions": log}
@@ -38,7 +55,8 @@ async def test_what_is_watched_is_what_the_log_says(tmp_path) -> None:
         open_session(channel) as session,
         VorrangClient(app.address) as client,
     ):
-        watching = asyncio.create_task(watch(client, 1.0))
+        watching = asyncio.create_task(watch(client, FOR_LONG_S))
+        await has_asked.wait()
         await settled(lambda: app.feed.num_watchers == 1)
         runner.hold()
         for name in ("a", "b", "c"):
@@ -56,6 +74,7 @@ async def test_what_is_watched_is_what_the_log_says(tmp_path) -> None:
                 ended.add(frame.request_id)
                 if frame.request_id == "urgent":
                     await session.unpause("c")
+        app.feed.close()  # which ends the watch
         run, num_lost = await watching
     assert num_lost == 0
     recorded = _replayed(log, RunSink).finish()
@@ -70,7 +89,7 @@ async def test_what_is_watched_is_what_the_log_says(tmp_path) -> None:
     checked(output.read_text())
 
 
-async def test_a_late_watcher_sees_who_waits_and_one_that_reads_too_slowly_loses_no_end() -> None:
+async def test_a_late_watcher_sees_who_waits_and_one_that_reads_too_slowly_loses_no_end(has_asked) -> None:
     runner = HeldRunner(64, 16)
     settings = {"scheduler.max_running_requests": 1, "control.max_watcher_steps": 2}
     async with (
@@ -85,11 +104,11 @@ async def test_a_late_watcher_sees_who_waits_and_one_that_reads_too_slowly_loses
         await session.start("waits", level=0)
         await settled(lambda: app.statistics().num_requests == 2)
         slow = app.feed.watch(0, wants_between=True)
-        watching = asyncio.create_task(watch(client, 1.0))
-        await settled(lambda: app.feed.num_watchers == 2)
-        await asyncio.sleep(0.2)  # it asks who waits
+        watching = asyncio.create_task(watch(client, FOR_LONG_S))
+        await has_asked.wait()
         runner.release()
         await session.end_of("waits")
+        app.feed.close()
         run, _ = await watching
         assert [wait.kind for wait in run.waits] == ["queued"]
         assert [stay.left for stay in run.stays] == ["length", "length"]

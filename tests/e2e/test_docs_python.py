@@ -47,6 +47,8 @@ def folder(tmp_path: Path) -> Path:
     own.private_key_pem.write_to_path(tmp_path / "client.key")
     (tmp_path / "client.pem").write_bytes(b"".join(part.bytes() for part in own.cert_chain_pems))
     (tmp_path / "token").write_text(TOKEN + "\n")
+    # Nothing is far ahead of its reader, so that what a program leaves unread for a while is still there.
+    (tmp_path / "plain.toml").write_text("[session]\ncredit_tokens = 16\n")
     (tmp_path / "secure.toml").write_text(
         f'[tls]\ncertificate = "{tmp_path}/server.pem"\nprivate_key = "{tmp_path}/server.key"\n'
         f'client_ca = "{tmp_path}/ca.pem"\n'
@@ -59,7 +61,8 @@ def folder(tmp_path: Path) -> Path:
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
     """Addresses of a plain server and of one with TLS and tenants."""
     secure = ("--config", str(folder / "secure.toml"))
-    with server_process() as plain, server_process(*secure) as other:
+    ahead = ("--config", str(folder / "plain.toml"))
+    with server_process(*ahead) as plain, server_process(*secure) as other:
         yield plain.address, f"localhost:{other.address.rpartition(':')[2]}"
 
 

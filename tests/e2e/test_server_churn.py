@@ -91,8 +91,8 @@ async def test_cancelled_streams_leave_no_memory_no_task_and_no_handle(num_strea
             if number % 200 == 199:
                 per_stream_ms = (time.perf_counter() - began) * 1000 / (number + 1) / _BATCH
                 print(f"{number + 1} batches, {per_stream_ms:.1f} ms a stream", flush=True)
-        now_rss, now_num_fds, now_num_tasks = await standing()
+        await settled(lambda: len(asyncio.all_tasks()) <= num_tasks)  # the transport's may need a moment
+        now_rss, now_num_fds, _ = await standing()
     print(f"{num_streams} streams: {rss:.1f} MiB after a tenth, {now_rss - rss:+.1f} MiB at the end")
-    assert now_num_tasks <= num_tasks
     assert now_num_fds <= num_fds
     assert now_rss - rss < GROWTH_MIB_MAX + GROWTH_KIB_PER_STREAM_MAX * num_streams * 0.9 / 1024

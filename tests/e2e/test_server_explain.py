@@ -135,11 +135,9 @@ async def test_credit_and_pauses_are_named() -> None:
         message.credit_tokens = 4
         await session.start("a", message)
         await settled(lambda: app.statistics().num_requests == 1)
-        for _ in range(200):
+        account = await explain(client, session.scope + "a")
+        while account.phase != "parked":
             account = await explain(client, session.scope + "a")
-            if account.phase == "parked":
-                break
-            await asyncio.sleep(0.01)
         assert account.num_output_tokens == 4
         await session.pause("a")
         await session.credit("a", 100)

@@ -24,9 +24,9 @@ SESSION = "/vorrang.v1.GenerationService/Session"
 
 async def works(address: str) -> None:
     async with grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        assert (
-            len((await stub(channel).Generate(gen.GenerateRequest(spec=spec()), timeout=30)).token_ids) == 8
-        )
+        # It may take the server a while to see that others have left.
+        calling = stub(channel).Generate(gen.GenerateRequest(spec=spec()), timeout=30, wait_for_ready=True)
+        assert len((await calling).token_ids) == 8
 
 
 async def test_streams_of_one_connection_are_announced() -> None:
@@ -81,18 +81,15 @@ async def test_connections_beyond_the_limit_are_closed() -> None:
         assert sum(raw == b"" for raw in raws) == 2
         for _, writer in streams:
             writer.transport.abort()
-        await asyncio.sleep(0.05)
         await works(app.address)
 
 
-async def _first_bytes(reader: asyncio.StreamReader) -> bytes | None:
+async def _first_bytes(reader: asyncio.StreamReader) -> bytes:
+    """A server that takes a connection says so at once."""
     try:
-        async with asyncio.timeout(0.5):
-            return await reader.read(1)
+        return await reader.read(1)
     except ConnectionError:
         return b""
-    except TimeoutError:
-        return None
 
 
 async def test_a_connection_that_says_nothing_is_closed_in_time() -> None:
@@ -104,7 +101,7 @@ async def test_a_connection_that_says_nothing_is_closed_in_time() -> None:
 
 
 async def test_a_silent_connection_is_probed_without_calls_and_closed_without_an_answer() -> None:
-    settings = {"admission.keepalive_s": 1.0, "admission.keepalive_timeout_s": 0.2}
+    settings = {"admission.keepalive_s": 1.0, "admission.keepalive_timeout_s": 1.0}
     async with (
         running_server(settings) as app,
         http2(app.address) as alive,
@@ -145,7 +142,6 @@ async def test_sessions_and_calls_beyond_the_limits_are_refused_and_health_is_no
     ):
         async with open_session(channel):
             second = channel.stream_stream(SESSION, None, gen.SessionResponse.FromString)()
-            await second.write(gen.SessionRequest().SerializeToString())
             status = await refused(second.read())
             assert reason_in(status) == "CALL_LIMIT"
             assert "open sessions" in status.message

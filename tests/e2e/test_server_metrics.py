@@ -21,7 +21,7 @@ from server.sections import TracingSection
 from server.settings import SettingsError
 from tests.support.process import server_process
 from tests.support.server import HeldRunner, running_server
-from tests.support.wire import open_session, refused, spec, stub
+from tests.support.wire import open_session, refused, settled, spec, stub
 from vorrang.v1 import generation_pb2 as gen
 
 METRICS: dict[str, object] = {"metrics.listen": "127.0.0.1:0"}
@@ -76,7 +76,7 @@ async def test_everything_that_happens_to_requests_is_counted_once() -> None:
         urgent = stub(channel).Generate(
             gen.GenerateRequest(spec=spec(prompt, level=-10, max_tokens=3)), metadata=metadata
         )
-        await asyncio.sleep(0.01)
+        await settled(lambda: app.statistics().num_requests == 2)
         runner.release()
         outputs = [len((await call).token_ids) for call in (batch, urgent)]
         await refused(stub(channel).Generate(gen.GenerateRequest(spec=spec())))

@@ -127,12 +127,17 @@ def test_the_ready_line_says_what_is_served() -> None:
         (("serve", "--listen", "0.0.0.0:0"), "not loopback"),
         (("serve", "--kv-blocks", "0"), "kv.num_blocks"),
         (("serve", "--model", "/no/such/model"), "/no/such/model"),
-        (("serve", "--runner", "inline", "--model", "/no/such/model"), "/no/such/model"),
+        pytest.param(
+            ("serve", "--runner", "inline", "--model", "/no/such/model"),
+            "/no/such/model",
+            marks=pytest.mark.deep,
+        ),
         (("serve", "--adapter", "/folder"), "--adapter must be NAME=FOLDER, got '/folder'"),
         (("serve", "--adapter", "a=/x", "--adapter", "a=/y"), "got 'a' twice"),
-        (
+        pytest.param(
             ("serve", "--runner", "inline", "--adapter", "a=/no/such"),
             "model.adapters.a can't be used, from /no/such",
+            marks=pytest.mark.deep,
         ),
         (("config", "show", "--config", "/nothing.toml"), "/nothing.toml"),
     ],
@@ -228,7 +233,7 @@ async def test_a_log_that_nobody_reads_stops_nobody() -> None:
             for number in range(400):
                 await session.start(f"r{number}", spec([1], max_tokens=1))
             await session.half_close()
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 await session.to_the_end()
         server.terminate()
         assert server.wait() == 0

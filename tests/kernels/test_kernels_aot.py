@@ -58,7 +58,7 @@ def test_a_prefill_kernel_for_sm_90_uses_warp_group_matrix_instructions_and_does
 
 
 def test_a_configuration_that_spills_fails_the_check(check_kernels, tmp_path, monkeypatch, capsys):
-    bad = dataclasses.replace(prefill("sm_80", 64), num_warps=2)
+    bad = dataclasses.replace(prefill("sm_80", 64, ROWS=32), num_warps=1)
     monkeypatch.setattr(aot, "entries", lambda: (bad,))
     monkeypatch.setattr(check_kernels, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(sys, "argv", ["check_kernels.py", "--only", "prefill", "--workers", "1"])

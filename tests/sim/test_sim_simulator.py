@@ -89,7 +89,12 @@ def test_an_arrival_is_seen_before_the_next_step_and_with_planning_ahead_one_ste
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [("fcfs", 0), ("priority", 0), ("priority", 1), ("priority-no-arrivals:max_running_requests=3", 1)],
+    [
+        ("fcfs", 0),
+        pytest.param("priority", 0, marks=pytest.mark.deep),
+        ("priority", 1),
+        ("priority-no-arrivals:max_running_requests=3", 1),
+    ],
 )
 def test_the_direct_driver_decides_exactly_what_the_engine_decides(name, seed):
     seen = []

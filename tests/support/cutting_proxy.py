@@ -13,6 +13,7 @@ class CuttingProxy:
     Attributes:
         address: where it listens, as HOST:PORT.
         num_connections: connections it has passed on so far.
+        delay_s: seconds for which it says nothing on a new connection.
     """
 
     def __init__(self, target: str) -> None:
@@ -22,6 +23,7 @@ class CuttingProxy:
         self._passing: set[asyncio.Task[None]] = set()
         self._refuses = False
         self.num_connections = 0
+        self.delay_s = 0.0
         self.address = ""
 
     async def __aenter__(self) -> Self:
@@ -69,6 +71,7 @@ class CuttingProxy:
         self._tasks.add(task)
         self.num_connections += 1
         try:
+            await asyncio.sleep(self.delay_s)
             there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
             self._writers |= {writer, there_writer}
             try:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
+#: Seconds after which a program that is to end by itself hangs, however busy the machine.
+HANGS_S = 100.0
 _READY = re.compile(r"ready on (\S+:\d+): ")
 
 
@@ -46,7 +48,7 @@ def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def run_cli(
-    *arguments: str, timeout_s: float = 30, extra: Mapping[str, str] | None = None
+    *arguments: str, timeout_s: float = HANGS_S, extra: Mapping[str, str] | None = None
 ) -> "subprocess.CompletedProcess[str]":
     """Run a command that ends by itself."""
     command = [sys.executable, "-m", "server.cli", *arguments]
@@ -55,7 +57,7 @@ def run_cli(
 
 def run_python(code: str, *, check: bool = True) -> "subprocess.CompletedProcess[str]":
     """Run code in a fresh interpreter."""
-    result = _run([sys.executable, "-c", code], environment(), 30)
+    result = _run([sys.executable, "-c", code], environment(), HANGS_S)
     assert not check or result.returncode == 0, result.stderr
     return result
 

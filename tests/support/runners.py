@@ -4,6 +4,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import structlog
 
@@ -65,7 +66,10 @@ class FatalModel(ScriptedModel):
 
 @dataclass(frozen=True, slots=True)
 class FatalGrammars(ScriptedSource):
-    """The scripted model, but the answer "exit" kills the process that compiles it, "sleep" takes long."""
+    """The scripted model, but the answer "exit" kills the process that compiles it.
+
+    The answer "until" is compiled once there is a file of the name that the next answer is.
+    """
 
     def load(self, pool):
         model = ScriptedModel(self)
@@ -77,8 +81,9 @@ class FatalCompiler(ByteCompiler):
     def compile(self, spec):
         if "exit" in spec.choices:
             os._exit(3)
-        if "sleep" in spec.choices:
-            time.sleep(1.5)
+        if spec.choices[0] == "until":
+            while not Path(spec.choices[1]).exists():
+                time.sleep(0.01)
         return super().compile(spec)
 
 

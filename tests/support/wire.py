@@ -238,3 +238,10 @@ async def settled(holds: Callable[[], bool]) -> None:
     """Let the event loop turn until ``holds``; the test's own timeout is the bound."""
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+def let_pass(seconds: float) -> None:
+    """All timers of the running event loop are nearer by so much."""
+    loop = asyncio.get_running_loop()
+    time_s = loop.time
+    loop.time = lambda: time_s() + seconds  # type: ignore[method-assign]

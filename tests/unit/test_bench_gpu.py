@@ -195,7 +195,9 @@ def test_the_whole_run_is_written_shown_and_judged(passed, tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
-@pytest.mark.parametrize(("options", "status"), [((), 0), (("--require",), 3)])
+@pytest.mark.parametrize(
+    ("options", "status"), [pytest.param((), 0, marks=pytest.mark.deep), (("--require",), 3)]
+)
 def test_without_a_card_it_says_so_in_one_line(options, status, tmp_path):
     out = tmp_path / "gpu.json"
     done = subprocess.run(

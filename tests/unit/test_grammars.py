@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -30,6 +29,7 @@ from engine.scheduler.decisions import Committed, Record
 from engine.scheduler.plan import StepResult
 from tests.support.runners import LIMITS, FatalGrammars
 from tests.support.server import running_server
+from tests.support.wire import let_pass
 
 ANSWERS = GrammarSpec(GrammarKind.CHOICE, choices=("yes", "no", "yesterday", "né"))
 
@@ -222,7 +222,7 @@ async def test_a_process_compiles_beside_its_steps_and_again_after_its_death():
 
 
 @pytest.mark.asyncio
-async def test_a_grammar_that_kills_or_occupies_the_process_fails_or_waits_alone():
+async def test_a_grammar_that_kills_or_occupies_the_process_fails_or_waits_alone(tmp_path):
     runner = await ProcessRunner.start(FatalGrammars(64, 4), LIMITS)
     try:
         await runner.prepare(ANSWERS)
@@ -232,9 +232,11 @@ async def test_a_grammar_that_kills_or_occupies_the_process_fails_or_waits_alone
         await runner.prepare(choice("on", "off"))
         assert runner.statistics().num_restarts == 1
         runner.take_loss()
-        slow = asyncio.create_task(runner.prepare(choice("sleep")))
+        may_end = tmp_path / "may end"
+        slow = asyncio.create_task(runner.prepare(choice("until", str(may_end))))
         found = await run_engine(runner, [request("a"), request("b", choice("on", "off"))])
         assert not slow.done(), "the steps waited for it"
+        may_end.touch()
         await slow
         assert [text_of(events) in {"on", "off", *ANSWERS.choices} for events in found] == [True, True]
     finally:
@@ -255,20 +257,19 @@ async def test_a_slow_compilation_holds_up_nobody_and_times_out():
     """vLLM 18: here it is not even queued."""
     runner, compiler = ScriptedRunner(64, 16), SlowCompiler()
     runner.grammars = Grammars(lambda: compiler)
-    settings = {"engine.grammar_compile_s_max": 1.5}
+    settings = {"engine.grammar_compile_s_max": 3600.0}
     async with (
         running_server(settings, runner) as app,
         VorrangClient(app.address) as client,
         client.session() as session,
     ):
-        began = time.monotonic()
         slow = await session.start("is it?", choice=["slow", "slower"])
         quick = await session.start("is it?", choice=["yes", "no"])
         plain = await session.start("is it?", max_tokens=5)
         assert (await quick.result()).text in {"yes", "no"}
         assert len((await plain.result()).token_ids) == 5
-        assert time.monotonic() - began < 1.4, "they waited for it"
         assert app.backend.engine.statistics().num_waiting == 0, "it waits without a place in the queue"
+        let_pass(3600)
         with pytest.raises(RefusedByServer, match=r"grammar\.choice must compile in time"):
             await slow.result()
         compiler.may.set()

@@ -32,12 +32,15 @@ class FakeStream:
         self.may_write = asyncio.Event()
         self.may_write.set()
         self.gone = False
+        self.may_end = asyncio.Event()
+        self.may_end.set()
 
     def invocation_metadata(self) -> tuple[()]:
         return ()
 
     async def read(self) -> Any:
         if self.num_read == len(self._frames):
+            await self.may_end.wait()
             return grpc.aio.EOF
         self.num_read += 1
         return self._frames[self.num_read - 1]
@@ -128,6 +131,23 @@ async def test_a_write_to_a_client_that_left_ends_the_session_and_its_requests()
         await serve(make_backend(), stream)
     assert "PeerGone" in repr(caught.value)
     assert stream.written == []
+
+
+@pytest.mark.parametrize("hold", ["credit", "pause"])
+@pytest.mark.parametrize("gone", [False, True], ids=["half-closed", "gone"])
+async def test_a_peer_that_is_gone_is_not_taken_for_one_that_half_closed(hold: str, gone: bool) -> None:
+    """To the reader both are the end of the file; what holds a request is lifted only by a half-close."""
+    opened = frame(open=gen.OpenCommand(default_credit_tokens=0 if hold == "credit" else 100))
+    pause = [frame(pause=gen.PauseCommand(request_id="a"))] if hold == "pause" else []
+    stream, backend = FakeStream([opened, start("a"), *pause]), make_backend()
+    stream.may_end.clear()
+    serving = asyncio.ensure_future(serve(backend, stream))
+    await settled(lambda: len(stream.written) == 2)  # opened and accepted
+    stream.gone = gone
+    stream.may_end.set()
+    await asyncio.wait([serving])
+    assert ("PeerGone" in repr(serving.exception())) is gone
+    assert backend.engine.statistics().num_output_tokens == (0 if gone else 8)
 
 
 async def test_a_cancelled_handler_leaves_nothing() -> None:

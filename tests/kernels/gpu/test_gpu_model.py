@@ -134,7 +134,10 @@ def _logits(kernels, weight_type, device, *, batch_invariant=False, steps=STEPS)
 TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-2, "int8": 5e-2, "fp8": 5e-2}
 
 
-@pytest.mark.parametrize("weight_type", TOLERANCE)
+@pytest.mark.parametrize(
+    "weight_type",
+    [pytest.param(name, marks=[pytest.mark.deep] * (name in ("fp16", "bf16"))) for name in TOLERANCE],
+)
 def test_logits_are_the_references(weight_type, device):
     if weight_type == "fp32" and device.type != "cpu":
         pytest.skip("activations of a card are at most 16 bits wide")
