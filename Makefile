@@ -27,10 +27,10 @@ serve: $(STAMP) ## serve the default model on 127.0.0.1:50051
 sim: $(STAMP) ## compare scheduling policies on made-up traffic in virtual time
 	$(BIN)/vorrang sim run saturated --compare all
 
-# The kernels' tests compute without a pause, in the time in which the others wait for something.
+# The kernels' tests compute without a pause, in the time in which the others wait for something; they give way.
 test: $(STAMP) ## run the tests
 	@mkdir -p build
-	@$(MAKE) --no-print-directory test-kernels > build/test-kernels.log 2>&1 & kernels=$$!; \
+	@nice $(MAKE) --no-print-directory test-kernels > build/test-kernels.log 2>&1 & kernels=$$!; \
 	trap 'kill $$kernels; exit 130' INT TERM; \
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"; others=$$?; \
 	wait $$kernels; kernels=$$?; cat build/test-kernels.log; exit $$((others | kernels))
