@@ -1,9 +1,9 @@
 """How many steps a second the simulator makes: medians on one core, as a table and a JSON file.
 
-Usage: ``python bench/simulator.py``. *At once*: as ``vorrang sim`` runs, stretches of
-steps in which nothing but decoding can happen made at once. *Step by step*: every step
-planned and committed by the scheduler. *Scheduler alone*: plan + commit of the same
-steps, without cost model and books; what it takes of a step is a bound for the rest.
+Usage: ``python bench/simulator.py``. *At once*: as ``vorrang sim`` runs, decodes made
+together, and stretches of steps in which nothing else can happen made at once. *Step by
+step*: every step planned and committed by the scheduler. *Scheduler alone*: plan + commit
+of the same steps, without cost model and books.
 
 ``steady``: all requests arrive at the start and decode. ``busy``: as many run, but one
 of them ends, and another arrives, every few steps.
