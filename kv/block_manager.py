@@ -229,10 +229,10 @@ class BlockManager:
         after those it shares. Where several copies of a prefix were computed side by side
         that need not be so, and the number is an estimate; ``reclaim`` is exact.
         """
-        references = self._references
-        return bisect_left(
-            owner.block_table, True, key=lambda block: references[block] == 1 and block not in keep
-        )
+        references, table = self._references, owner.block_table
+        if table and references[table[0]] == 1 and table[0] not in keep:
+            return 0  # as with most
+        return bisect_left(table, True, key=lambda block: references[block] == 1 and block not in keep)
 
     def reclaim(self, keep: Collection[int] = ()) -> "Reclaim":
         """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""

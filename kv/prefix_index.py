@@ -52,26 +52,14 @@ def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
     """Make ``owner.block_hashes`` at least ``num_blocks`` long; its tokens must fill that many blocks."""
     hashes = owner.block_hashes
     assert num_blocks * block_size <= len(owner.token_ids)
-    if num_blocks > len(hashes):
-        parent = hashes[-1] if hashes else root_hash(owner.cache_salt)
-        tokens = owner.token_ids[len(hashes) * block_size : num_blocks * block_size]
-        hashes += chained_hashes(parent, tokens, block_size)
-
-
-def root_hash(salt: str) -> bytes:
-    """The parent of first blocks."""
-    return hashlib.sha256(salt.encode()).digest()
-
-
-def chained_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> list[bytes]:
-    """Hashes of full blocks that follow ``parent``: ``hash_block`` of each, without a list of its own."""
-    tokens = array("I", token_ids)
+    if num_blocks <= len(hashes):
+        return
+    parent = hashes[-1] if hashes else hashlib.sha256(owner.cache_salt.encode()).digest()
+    tokens = array("I", owner.token_ids[len(hashes) * block_size : num_blocks * block_size])
     content, num_bytes, sha256 = tokens.tobytes(), tokens.itemsize * block_size, hashlib.sha256
-    hashes = []
-    for start in range(0, len(content), num_bytes):
+    for start in range(0, len(content), num_bytes):  # ``hash_block`` of each, without a list of its own
         parent = sha256(parent + content[start : start + num_bytes]).digest()
         hashes.append(parent)
-    return hashes
 
 
 class PrefixIndex:

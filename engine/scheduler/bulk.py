@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from engine.events import SchedulerEvent
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestId, RequestSpec
 from engine.scheduler.commands import Command
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.draft import Gate
@@ -57,23 +57,28 @@ class BulkScheduler(Scheduler):
         super().__init__(config, blocks)
         self._output = output
         self._gate: Gate | None = None  # of the last step
+        self._known_hashes: dict[RequestId, list[bytes]] = {}
         self._is_quiet = False  # it held decodes alone, decided nothing, and nobody ended or came since
 
     def submit(
-        self, spec: RequestSpec, now: float, block_hashes: Sequence[bytes] = ()
+        self, spec: RequestSpec, now: float, block_hashes: list[bytes] | None = None
     ) -> list[SchedulerEvent]:
         """As in ``Scheduler``; no token may end its output.
 
         Args:
             spec: what is asked for.
             now: the time.
-            block_hashes: what a look for its prompt in the cache would make, if somebody knows them.
+            block_hashes: of its blocks, as many as are known; whatever is made more is added.
         """
         assert not spec.eos_token_ids
         assert not spec.sampling.stop_token_ids
         self._is_quiet = False
         events = super().submit(spec, now)
-        self._state.requests[spec.request_id].block_hashes.extend(block_hashes)
+        if block_hashes is not None:
+            # A look into the cache makes those of its prompt that leave a token to compute.
+            num_blocks = (len(spec.prompt_token_ids) - 1) // self.blocks.block_size
+            self._state.requests[spec.request_id].block_hashes += block_hashes[:num_blocks]
+            self._known_hashes[spec.request_id] = block_hashes
         return events
 
     def apply(self, command: Command, now: float) -> list[SchedulerEvent]:
@@ -116,6 +121,17 @@ class BulkScheduler(Scheduler):
             self._is_quiet = False
             booked.events.extend(self._end(request, now))
         return booked.events
+
+    def _end(self, request: Request, now: float) -> list[SchedulerEvent]:
+        """As in ``Scheduler``."""
+        known = self._known_hashes.pop(request.request_id, None)
+        if known is None:
+            return super()._end(request, now)
+        hashes = request.block_hashes
+        hashes += known[len(hashes) : request.num_computed_tokens // self.blocks.block_size]
+        events = super()._end(request, now)
+        known += hashes[len(known) :]
+        return events
 
     def stretch(self) -> Stretch:
         """Steps that may be made at once from here, after a step's end; see ``engine.scheduler.stretch``."""

@@ -11,7 +11,7 @@ from engine.scheduler.plan import Plan
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.bulk_recorder import BulkRecorder
 from engine.sim.recorder import Recorder
-from engine.sim.requests import PromptHashes, spec_of
+from engine.sim.requests import BlockHashes, spec_of
 from workloads.arrivals import Arrival
 
 #: Called with every plan that computes something, when it is made.
@@ -83,7 +83,7 @@ class InBulk:
         scheduler: BulkScheduler,
         runner: SimulatedRunner,
         recorder: BulkRecorder,
-        hashes: PromptHashes | None,
+        hashes: BlockHashes | None,
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
@@ -94,7 +94,7 @@ class InBulk:
     def submit(self, arrival: Arrival) -> list[SchedulerEvent]:
         """As in ``Driver``."""
         spec = spec_of(arrival)
-        block_hashes = () if self._hashes is None else self._hashes.of(arrival, spec)
+        block_hashes = None if self._hashes is None else self._hashes.of(arrival)
         return self._scheduler.submit(spec, arrival.arrival_s, block_hashes)
 
     def plan(self, now: float) -> tuple[Sequence[SchedulerEvent], bool]:

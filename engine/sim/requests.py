@@ -1,11 +1,9 @@
 """A workload's request as the engine takes it."""
 
-from collections.abc import Sequence
 from functools import lru_cache
 
 from engine.request import RequestId, RequestSpec
 from engine.sampling import SamplingParams
-from kv.prefix_index import chained_hashes, root_hash
 from workloads.arrivals import Arrival
 
 
@@ -27,19 +25,17 @@ def _sampling(num_output_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
 
 
-class PromptHashes:
-    """Block hashes of prompts, made once for all runs of a workload; about 100 bytes a block.
+class BlockHashes:
+    """Hashes of blocks, made once for all runs of a workload, whose outputs are always the same.
 
-    Args:
-        block_size: tokens in a block.
+    They take about 100 bytes a block, and hold for one block size.
     """
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    def __init__(self) -> None:
         self._hashes: dict[tuple[object, ...], list[bytes]] = {}
 
-    def of(self, arrival: Arrival, spec: RequestSpec) -> Sequence[bytes]:
-        """Those of its blocks that may be found in the cache: all that leave a token to compute."""
+    def of(self, arrival: Arrival) -> list[bytes]:
+        """As many as any run has made of a request's; add to it what is made more."""
         key = (
             arrival.index,
             arrival.num_prompt_tokens,
@@ -47,10 +43,4 @@ class PromptHashes:
             arrival.hash_block_tokens,
             arrival.tenant,
         )
-        hashes = self._hashes.get(key)
-        if hashes is None:
-            num_tokens = (arrival.num_prompt_tokens - 1) // self._block_size * self._block_size
-            prompt = spec.prompt_token_ids[:num_tokens]
-            hashes = chained_hashes(root_hash(spec.prefix_salt), prompt, self._block_size)
-            self._hashes[key] = hashes
-        return hashes
+        return self._hashes.setdefault(key, [])

@@ -30,7 +30,7 @@ from engine.scheduler.scheduler import Scheduler
 from engine.sim.bulk_recorder import BulkRecorder
 from engine.sim.drivers import Driver, EachStep, InBulk, PlanObserver
 from engine.sim.recorder import Recorder, Recording
-from engine.sim.requests import PromptHashes, spec_of
+from engine.sim.requests import BlockHashes, spec_of
 from engine.sim.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from kv.block_manager import BlockManager
 from workloads.arrivals import Workload
@@ -68,7 +68,7 @@ def simulate(
     decisions: DecisionSink | None = None,
     step_by_step: bool = False,
     sample_every_s: float = math.inf,
-    hashes: PromptHashes | None = None,
+    hashes: BlockHashes | None = None,
 ) -> Recording:
     """Run a workload through the scheduler.
 
@@ -89,7 +89,7 @@ def simulate(
             (``engine.scheduler.bulk``), and steps of nothing else at once, with the same outcome;
             never when plans are watched, recorded or made ahead, nor when tokens are guessed.
         sample_every_s: virtual seconds between two samples of the scheduler's state, at least.
-        hashes: of the prompts' blocks, kept from run to run; of the pool's block size.
+        hashes: kept from run to run of a workload, with pools of one block size.
 
     Raises:
         SimulationStuck: nothing can happen any more.

@@ -20,7 +20,7 @@ from engine.errors import VorrangError
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import SchedulerConfig
 from engine.sim.profiles import HardwareProfile
-from engine.sim.requests import PromptHashes
+from engine.sim.requests import BlockHashes
 from engine.sim.runs import run_of
 from engine.sim.simulator import simulate
 from workloads.arrivals import Workload
@@ -221,6 +221,6 @@ def _made(source: Source, seed: int) -> Workload:
 
 
 @lru_cache(maxsize=1)
-def _hashes(source: Source, block_size: int) -> PromptHashes:
+def _hashes(source: Source, block_size: int) -> BlockHashes:
     """For all runs of a source: seeds draw classes and tenants, seldom prompts."""
-    return PromptHashes(block_size)
+    return BlockHashes()

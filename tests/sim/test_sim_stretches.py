@@ -5,7 +5,7 @@ import pytest
 from engine.runner.simulated import SimulatedRunner
 from engine.sim.configurations import parse_configuration
 from engine.sim.profiles import profile_named
-from engine.sim.requests import PromptHashes
+from engine.sim.requests import BlockHashes
 from engine.sim.simulator import simulate
 from workloads.arrivals import Arrival, Workload
 from workloads.mixes import synthetic
@@ -21,7 +21,7 @@ NAMES = (
 def runs(workload, name, num_blocks, *, check_integrity=False):
     config = parse_configuration(name).config
     runner = SimulatedRunner(profile_named("rtx4090"), num_blocks=num_blocks)
-    hashes = PromptHashes(runner.pool.block_size)
+    hashes = BlockHashes()
     return [
         simulate(
             workload, runner, config, step_by_step=one_by_one, check_integrity=check_integrity,
