@@ -18,17 +18,25 @@ NAMES = (
 )  # fmt: skip
 
 
-def runs(workload, name, num_blocks, *, check_integrity=False):
+def run(workload, name, num_blocks, **more):
     config = parse_configuration(name).config
     runner = SimulatedRunner(profile_named("rtx4090"), num_blocks=num_blocks)
+    return simulate(workload, runner, config, sample_every_s=0.7, **more)
+
+
+def runs(workload, name, num_blocks, *, check_integrity=False):
     hashes = BlockHashes()  # a third run finds all of them made
     return [
-        simulate(
-            workload, runner, config, step_by_step=one_by_one, check_integrity=check_integrity,
-            sample_every_s=0.7, hashes=hashes,
+        run(
+            workload,
+            name,
+            num_blocks,
+            step_by_step=one_by_one,
+            check_integrity=check_integrity,
+            hashes=hashes,
         )
         for one_by_one in ((True, False) if check_integrity else (True, False, False))
-    ]  # fmt: skip
+    ]
 
 
 def crowded(num_requests, scale, seed=3, max_tokens=1500):
@@ -67,13 +75,13 @@ def test_prompts_that_share_a_prefix_find_it_whoever_made_their_hashes():
 @pytest.mark.parametrize("num_blocks", [80, 2000])
 def test_with_a_single_tenant_fair_makes_the_steps_of_priority(name, num_blocks):
     workload = synthetic("saturated", duration_s=60, seed=3, max_tokens=400).scaled(4.0).limited(25)
-    fair = runs(workload, name, num_blocks)[1]
-    assert fair == runs(workload, name.replace("fair", "priority"), num_blocks)[1]
+    fair = run(workload, name, num_blocks)
+    assert fair == run(workload, name.replace("fair", "priority"), num_blocks)
 
 
 def test_with_several_tenants_it_does_not():
     workload = crowded(25, 4.0, max_tokens=400)
-    fair, priority = (runs(workload, name, num_blocks=80)[1] for name in ("fair", "priority"))
+    fair, priority = (run(workload, name, num_blocks=80) for name in ("fair", "priority"))
     assert fair != priority
 
 
