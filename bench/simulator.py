@@ -1,9 +1,10 @@
 """How many steps a second the simulator makes: medians on one core, as a table and a JSON file.
 
-Usage: ``python bench/simulator.py``. *At once*: as ``vorrang sim`` runs, stretches of
-steps in which nothing but decoding can happen made at once. *Step by step*: every step
-planned and committed by the scheduler. *Scheduler alone*: plan + commit of the same
-steps, without cost model and books; what it takes of a step is a bound for the rest.
+Usage: ``python bench/simulator.py``. *At once*: as in ``vorrang sim report``, decodes
+made together, stretches of steps in which nothing else can happen made at once, and
+blocks hashed in the first round for all. *Step by step*: every step planned and
+committed by the scheduler. *Scheduler alone*: plan + commit of the same steps, without
+cost model and books.
 
 ``steady``: all requests arrive at the start and decode. ``busy``: as many run, but one
 of them ends, and another arrives, every few steps.
@@ -23,6 +24,7 @@ from bench.scheduler import scheduler_with, step_us
 from engine.runner.simulated import SimulatedRunner
 from engine.sim.configurations import parse_configuration
 from engine.sim.profiles import profile_named
+from engine.sim.requests import BlockHashes
 from engine.sim.simulator import simulate
 from workloads.arrivals import Arrival, Workload
 
@@ -46,11 +48,12 @@ def steps_per_s(workload: Workload, *, step_by_step: bool, rounds: int) -> float
     """Median of simulated steps by seconds of this process's time."""
     config = parse_configuration(f"priority:max_running_requests={NUM_RUNNING}").config
     rates = []
+    hashes = BlockHashes()
     for _ in range(rounds):
         runner = SimulatedRunner(profile_named("h100"))
         gc.collect()
         begin = time.process_time()
-        recording = simulate(workload, runner, config, step_by_step=step_by_step)
+        recording = simulate(workload, runner, config, step_by_step=step_by_step, hashes=hashes)
         rates.append(recording.num_steps / (time.process_time() - begin))
     return statistics.median(rates)
 

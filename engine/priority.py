@@ -38,6 +38,9 @@ CLASSES: tuple[PriorityClass, ...] = (
     PriorityClass("batch", 10, 10, LEVEL_MAX),
 )
 
+_CLASS_OF = {level: c for c in CLASSES for level in range(c.most_urgent_level, c.least_urgent_level + 1)}
+_CLASS_RANK_OF = {level: CLASSES.index(c) for level, c in _CLASS_OF.items()}
+
 
 def class_of(level: int) -> PriorityClass:
     """The class whose range holds ``level``.
@@ -45,8 +48,16 @@ def class_of(level: int) -> PriorityClass:
     Raises:
         InvalidRequest: ``level`` is outside ``LEVEL_MIN..LEVEL_MAX``.
     """
-    check_level(level)
-    return next(c for c in CLASSES if level <= c.least_urgent_level)
+    return _CLASS_OF[check_level(level)]
+
+
+def class_rank(level: int) -> int:
+    """Place of the class of a level among ``CLASSES``; 0 is the most urgent.
+
+    Raises:
+        InvalidRequest: ``level`` is outside ``LEVEL_MIN..LEVEL_MAX``.
+    """
+    return _CLASS_RANK_OF[check_level(level)]
 
 
 def check_level(level: int, *, field: str = "priority.level") -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
-from engine.priority import CLASSES, DEFAULT_LEVEL, class_of
+from engine.priority import DEFAULT_LEVEL, class_rank
 from engine.sampling import SamplingParams
 
 #: Made by the server, unique in the process; never the client's own id.
@@ -141,20 +141,22 @@ class Request:
         in_reserve: admitted to the share of the starved.
         has_started: it had a seat before.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
+        max_known_tokens: prompt + output at its longest.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
         num_scored_tokens: tokens of the prompt whose computation has told how likely the next one was; only
             for who asked for it, None = nobody did.
     """
 
     __slots__ = (
-        "__weakref__", "_phase_since", "adapter", "arrival_seq", "block_hashes", "block_table", "cache_rank",
-        "cache_salt", "draft_token_ids", "ending_token_ids", "has_started", "holds_all", "idle_since",
-        "in_reserve", "is_starved", "level", "num_accepted_tokens", "num_bypassed", "num_cached_tokens",
-        "num_computed_tokens", "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses",
-        "num_lost_tokens", "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight",
-        "num_preemptions", "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens",
-        "num_tokens_in_flight", "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec",
-        "status", "token_ids",
+        "__weakref__", "_phase_since", "adapter", "arrival_seq", "block_hashes", "block_table",
+        "cache_rank", "cache_salt", "draft_token_ids", "ending_token_ids", "has_started",
+        "holds_all", "idle_since", "in_reserve", "is_starved", "level", "max_known_tokens",
+        "num_accepted_tokens", "num_bypassed", "num_cached_tokens", "num_computed_tokens",
+        "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses", "num_lost_tokens",
+        "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions",
+        "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens", "num_tokens_in_flight",
+        "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec", "status",
+        "token_ids",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -174,6 +176,7 @@ class Request:
         self.num_confirmed_blocks = 0
         self.ending_token_ids = spec.eos_token_ids.union(spec.sampling.stop_token_ids)
         self.num_prompt_tokens = len(spec.prompt_token_ids)
+        self.max_known_tokens = self.num_prompt_tokens + spec.sampling.max_tokens
         self.num_tokens_max = self.max_known_tokens
         self.num_computed_tokens = 0
         self.num_tokens_in_flight = 0
@@ -193,7 +196,7 @@ class Request:
         self.holds_all = False
         self.in_reserve = False
         self.has_started = False
-        self.cache_rank = CLASSES.index(class_of(spec.level))
+        self.cache_rank = class_rank(spec.level)
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now
 
@@ -234,11 +237,6 @@ class Request:
         return self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1
 
     @property
-    def max_known_tokens(self) -> int:
-        """Prompt + output at its longest."""
-        return self.num_prompt_tokens + self.spec.sampling.max_tokens
-
-    @property
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed; a decode misses its last output token alone."""
         num_tokens = len(self.token_ids) + self.num_outputs_in_flight
@@ -277,6 +275,7 @@ class Request:
 
     def usage(self) -> Usage:
         """What it has cost up to the last ``spend``."""
+        phase_s = self.phase_s
         return Usage(
             prompt_tokens=self.num_prompt_tokens,
             cached_tokens=self.num_cached_tokens,
@@ -285,5 +284,9 @@ class Request:
             preemptions=self.num_preemptions + self.num_kv_losses,
             drafted_tokens=self.num_drafted_tokens,
             accepted_tokens=self.num_accepted_tokens,
-            **{f"{phase}_s": seconds for phase, seconds in self.phase_s.items()},
+            queued_s=phase_s["queued"],
+            prefill_s=phase_s["prefill"],
+            decode_s=phase_s["decode"],
+            preempted_s=phase_s["preempted"],
+            parked_s=phase_s["parked"],
         )

@@ -57,8 +57,7 @@ class BlockManager:
         self._rank = [num_ranks - 1] * num_blocks
         self.num_free_blocks = num_blocks
         self._references = [0] * num_blocks
-        self._hashes: list[bytes | None] = [None] * num_blocks
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(num_blocks)
         self._pending: dict[bytes, KvOwner] = {}  # full blocks that are held, but not computed yet
         self._owners: dict[str, KvOwner] = {}
 
@@ -147,8 +146,9 @@ class BlockManager:
         owner.num_confirmed_blocks = len(hit.blocks)
         self._owners[owner.request_id] = owner
         self._extend(owner.block_table, self.blocks_for(num_tokens))
+        claim = self._pending.setdefault
         for block_hash in owner.block_hashes[len(hit.blocks) :]:
-            self._pending.setdefault(block_hash, owner)
+            claim(block_hash, owner)
         return True
 
     def grow(self, owner: KvOwner, num_tokens: int | None = None) -> bool:
@@ -164,6 +164,12 @@ class BlockManager:
         self._extend(table, num_blocks)
         return True
 
+    def grow_each(self, owners: Sequence[KvOwner]) -> None:
+        """One more block for each of these, handed out in their order; the free blocks must suffice."""
+        assert len(owners) <= self.num_free_blocks
+        for owner, block in zip(owners, self._taken(len(owners)), strict=True):
+            owner.block_table.append(block)
+
     def confirm(self, owner: KvOwner, num_computed_tokens: int) -> None:
         """Make the owner's full computed blocks findable."""
         if not self.enable_prefix_cache:
@@ -172,18 +178,13 @@ class BlockManager:
         if num_full <= owner.num_confirmed_blocks:
             return
         extend_hashes(owner, num_full, self.block_size)
-        hashes, ranks, rank, add, pending = (
-            self._hashes, self._rank, owner.cache_rank, self._index.add, self._pending,
-        )  # fmt: skip
         first = owner.num_confirmed_blocks
-        for block, block_hash in zip(
-            owner.block_table[first:num_full], owner.block_hashes[first:num_full], strict=True
-        ):
-            hashes[block] = block_hash
+        blocks, block_hashes = owner.block_table[first:num_full], owner.block_hashes[first:num_full]
+        self._index.add(blocks, block_hashes)
+        ranks, rank = self._rank, owner.cache_rank
+        for block in blocks:
             ranks[block] = rank
-            add(block_hash, block)
-            if pending.get(block_hash) is owner:
-                del pending[block_hash]
+        self._forget_pending(owner, block_hashes)
         owner.num_confirmed_blocks = num_full
 
     def free(self, owner: KvOwner) -> int:
@@ -193,22 +194,23 @@ class BlockManager:
             Blocks that nobody holds any more.
         """
         del self._owners[owner.request_id]
-        for block_hash in owner.block_hashes[owner.num_confirmed_blocks :]:
-            self._forget_pending(owner, block_hash)
-        references, hashes, unhashed = self._references, self._hashes, self._free[0]
-        num_freed = 0
-        for block in reversed(owner.block_table):  # tail first: the start of a prefix is worth most
+        table, num_confirmed = owner.block_table, owner.num_confirmed_blocks
+        self._forget_pending(owner, owner.block_hashes[num_confirmed:])
+        references = self._references
+        for block in table:
             references[block] -= 1
-            if references[block] == 0:
-                num_freed += 1
-                if hashes[block] is None:
-                    unhashed.prepend(block)
-                else:
-                    self._free_list(block).append(block)
+        # Tail first: the start of a prefix is worth most.
+        freed = [block for block in reversed(table) if not references[block]]
+        # Only confirmed blocks have a hash, and only those may be shared.
+        num_unhashed = len(table) - num_confirmed
+        self._free[0].prepend(freed[:num_unhashed])
+        hashed = freed[num_unhashed:]
+        for rank in set(map(self._rank.__getitem__, hashed)):
+            self._free[-1 - rank].append([block for block in hashed if self._rank[block] == rank])
         owner.block_table = []
         owner.num_confirmed_blocks = 0
-        self.num_free_blocks += num_freed
-        return num_freed
+        self.num_free_blocks += len(freed)
+        return len(freed)
 
     def forget_all(self) -> None:
         """The memory behind the blocks is gone: none is findable any more.
@@ -218,8 +220,7 @@ class BlockManager:
         assert not self._owners
         assert not self._pending
         self._free = [FreeList(self.num_blocks, filled=not i) for i in range(len(self._free))]
-        self._hashes = [None] * self.num_blocks
-        self._index = PrefixIndex()
+        self._index = PrefixIndex(self.num_blocks)
 
     def num_shared_prefix_blocks(self, owner: KvOwner, keep: Collection[int] = ()) -> int:
         """Leading blocks of the owner that outlive its eviction: others hold them too, or ``keep`` them.
@@ -228,41 +229,48 @@ class BlockManager:
         after those it shares. Where several copies of a prefix were computed side by side
         that need not be so, and the number is an estimate; ``reclaim`` is exact.
         """
-        references = self._references
-        return bisect_left(
-            owner.block_table, True, key=lambda block: references[block] == 1 and block not in keep
-        )
+        references, table = self._references, owner.block_table
+        if table and references[table[0]] == 1 and table[0] not in keep:
+            return 0  # as with most
+        return bisect_left(table, True, key=lambda block: references[block] == 1 and block not in keep)
 
     def reclaim(self, keep: Collection[int] = ()) -> "Reclaim":
         """A what-if count over this manager's tables; ``keep`` are blocks that would be taken at once."""
         return Reclaim(self._references, self.table, keep)
 
-    def _forget_pending(self, owner: KvOwner, block_hash: bytes) -> None:
-        if self._pending.get(block_hash) is owner:
-            del self._pending[block_hash]
+    def _forget_pending(self, owner: KvOwner, block_hashes: Sequence[bytes]) -> None:
+        pending = self._pending
+        if not pending:
+            return
+        for block_hash in block_hashes:
+            other = pending.pop(block_hash, None)
+            if other is not None and other is not owner:
+                pending[block_hash] = other
 
     def _free_list(self, block: int) -> FreeList:
         """Where a block stands, or would stand, when nobody holds it."""
-        return self._free[0 if self._hashes[block] is None else -1 - self._rank[block]]
+        return self._free[0 if self._index.hash_of[block] is None else -1 - self._rank[block]]
 
     def _extend(self, table: list[int], num_blocks: int) -> None:
-        num_missing = num_blocks - len(table)
-        if num_missing <= 0:
-            return
-        self.num_free_blocks -= num_missing
-        hashes, references = self._hashes, self._references
+        if num_blocks > len(table):
+            table += self._taken(num_blocks - len(table))
+
+    def _taken(self, num_blocks: int) -> list[int]:
+        """Free blocks, those to be reused next, which are held from now on and no longer findable."""
+        self.num_free_blocks -= num_blocks
+        references = self._references
+        all_taken: list[int] = []
         for free in self._free:
-            taken = free.pop_some(num_missing)
+            if not (taken := free.pop_some(num_blocks - len(all_taken))):
+                continue
             for block in taken:
-                block_hash = hashes[block]
-                if block_hash is not None:
-                    self._index.remove(block_hash, block)
-                    hashes[block] = None
                 references[block] = 1
-            table += taken
-            num_missing -= len(taken)
-            if not num_missing:
-                return
+            if free is not self._free[0]:
+                self._index.remove(taken)
+            all_taken += taken
+            if len(all_taken) == num_blocks:
+                break
+        return all_taken
 
     def check_integrity(self) -> None:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
@@ -271,6 +279,8 @@ class BlockManager:
             table = owner.block_table
             assert len(set(table)) == len(table), "a block twice in one table"
             assert owner.num_confirmed_blocks <= len(table)
+            hashed = [self._index.hash_of[block] is not None for block in table]
+            assert hashed == [position < owner.num_confirmed_blocks for position in range(len(table))]
             for block in table:
                 counted[block] += 1
         assert counted == self._references, "reference counts differ from a recount"
@@ -279,12 +289,7 @@ class BlockManager:
         for part in self._free:
             assert all(self._free_list(block) is part for block in part), "a free block in the wrong list"
         assert sorted(free) == [b for b, n in enumerate(counted) if n == 0], "free and held differ"
-        num_findable = 0
-        for block, block_hash in enumerate(self._hashes):
-            if block_hash is not None:
-                num_findable += 1
-                assert self._index.holds(block_hash, block), "a hashed block is not findable"
-        assert num_findable == self._index.num_entries, "the index knows blocks that are not hashed"
+        self._index.check_integrity()
         for block_hash, owner in self._pending.items():
             assert self._owners[owner.request_id] is owner, "a pending block of nobody"
             assert block_hash in owner.block_hashes[owner.num_confirmed_blocks : len(owner.block_table)]

@@ -1,6 +1,6 @@
 """An intrusive doubly linked list of free block ids: every operation is O(1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 
 class FreeList:
@@ -16,12 +16,13 @@ class FreeList:
     def __init__(self, num_blocks: int, *, filled: bool = True) -> None:
         end = num_blocks  # the sentinel: before the first and after the last
         self._end = end
-        self._next: list[int] = [*range(1, num_blocks + 1), 0]
-        self._previous: list[int] = [end, *range(num_blocks)]
-        self._len = num_blocks
-        if not filled:
-            self._next[end] = self._previous[end] = end
-            self._len = 0
+        if filled:
+            self._next: list[int] = [*range(1, num_blocks + 1), 0]
+            self._previous: list[int] = [end, *range(num_blocks)]
+        else:
+            self._next = [end] * (num_blocks + 1)
+            self._previous = [end] * (num_blocks + 1)
+        self._len = num_blocks if filled else 0
 
     def __len__(self) -> int:
         """Number of free blocks."""
@@ -36,15 +37,17 @@ class FreeList:
 
     def pop_some(self, num_blocks: int) -> list[int]:
         """Take up to ``num_blocks`` blocks, those to be reused next; fewer when there are fewer."""
+        num_blocks = min(num_blocks, self._len)
+        if not num_blocks:
+            return []
         end, following = self._end, self._next
-        taken: list[int] = []
-        block = following[end]
-        while block != end and len(taken) < num_blocks:
-            taken.append(block)
+        taken = [block := following[end]]
+        for _ in range(num_blocks - 1):
             block = following[block]
-        following[end] = block
+            taken.append(block)
+        following[end] = block = following[block]
         self._previous[block] = end
-        self._len -= len(taken)
+        self._len -= num_blocks
         return taken
 
     def remove(self, block: int) -> None:
@@ -54,16 +57,24 @@ class FreeList:
         self._previous[after] = before
         self._len -= 1
 
-    def append(self, block: int) -> None:
-        """Put a block last."""
-        self._insert(block, self._previous[self._end], self._end)
+    def append(self, blocks: Sequence[int]) -> None:
+        """Put blocks last, in their order."""
+        following, previous = self._next, self._previous
+        before = previous[self._end]
+        for block in blocks:
+            following[before] = block
+            previous[block] = before
+            before = block
+        following[before], previous[self._end] = self._end, before
+        self._len += len(blocks)
 
-    def prepend(self, block: int) -> None:
-        """Put a block first."""
-        self._insert(block, self._end, self._next[self._end])
-
-    def _insert(self, block: int, before: int, after: int) -> None:
-        self._previous[block], self._next[block] = before, after
-        self._next[before] = block
-        self._previous[after] = block
-        self._len += 1
+    def prepend(self, blocks: Sequence[int]) -> None:
+        """Put blocks first, one before the other: the last of them is reused next."""
+        following, previous = self._next, self._previous
+        after = following[self._end]
+        for block in blocks:
+            previous[after] = block
+            following[block] = after
+            after = block
+        previous[after], following[self._end] = self._end, after
+        self._len += len(blocks)

@@ -10,7 +10,7 @@ This module is pure; it does not know which blocks are free.
 
 import hashlib
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Protocol
 
 
@@ -63,45 +63,70 @@ def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
 
 
 class PrefixIndex:
-    """Maps block hashes to the blocks that hold such KV.
+    """Maps block hashes to the blocks that hold such KV, and back.
 
     Several blocks may hold the same prefix (computed side by side); each stays
     findable until it is removed itself.
+
+    Args:
+        num_blocks: of the pool.
+
+    Attributes:
+        hash_of: by block; None for those that are not findable. Written here alone.
     """
 
-    __slots__ = ("_blocks",)
+    __slots__ = ("_block", "_copies", "hash_of")
 
-    def __init__(self) -> None:
-        self._blocks: dict[bytes, dict[int, None]] = {}
+    def __init__(self, num_blocks: int) -> None:
+        self.hash_of: list[bytes | None] = [None] * num_blocks
+        self._block: dict[bytes, int] = {}  # the one known longest
+        self._copies: dict[bytes, dict[int, None]] = {}  # all of them, where there are several
 
     def __len__(self) -> int:
         """Number of different prefixes."""
-        return len(self._blocks)
-
-    @property
-    def num_entries(self) -> int:
-        """Number of findable blocks."""
-        return sum(map(len, self._blocks.values()))
+        return len(self._block)
 
     def find(self, block_hash: bytes) -> Collection[int]:
         """Blocks with this hash, the one known longest first; empty if there are none."""
-        return self._blocks.get(block_hash, ())
+        block = self._block.get(block_hash)
+        if block is None:
+            return ()
+        return self._copies.get(block_hash) or (block,)
 
-    def add(self, block_hash: bytes, block: int) -> None:
-        """Make ``block`` findable."""
-        self._blocks.setdefault(block_hash, {})[block] = None
+    def add(self, blocks: Iterable[int], block_hashes: Iterable[bytes]) -> None:
+        """Make blocks findable, each under its hash."""
+        hash_of, first = self.hash_of, self._block
+        for block, block_hash in zip(blocks, block_hashes, strict=True):
+            hash_of[block] = block_hash
+            known = first.setdefault(block_hash, block)
+            if known != block:
+                self._copies.setdefault(block_hash, {known: None})[block] = None
 
-    def remove(self, block_hash: bytes, block: int) -> None:
-        """Forget ``block``; others with the same hash stay.
+    def remove(self, blocks: Iterable[int]) -> None:
+        """Forget blocks, all findable; others with the same hash stay."""
+        hash_of, first, copies = self.hash_of, self._block, self._copies
+        for block in blocks:
+            block_hash = hash_of[block]
+            assert block_hash is not None
+            hash_of[block] = None
+            if block_hash not in copies:
+                del first[block_hash]
+                continue
+            left = copies[block_hash]
+            del left[block]
+            first[block_hash] = next(iter(left))
+            if len(left) == 1:
+                del copies[block_hash]
 
-        Raises:
-            KeyError: it was not there.
-        """
-        blocks = self._blocks[block_hash]
-        del blocks[block]
-        if not blocks:
-            del self._blocks[block_hash]
-
-    def holds(self, block_hash: bytes, block: int) -> bool:
-        """Whether ``block`` is findable under ``block_hash``."""
-        return block in self._blocks.get(block_hash, ())
+    def check_integrity(self) -> None:
+        """Recount; an ``AssertionError`` here is a bug of ours."""
+        num_findable = 0
+        for block, block_hash in enumerate(self.hash_of):
+            if block_hash is not None:
+                num_findable += 1
+                assert block in self.find(block_hash), "a hashed block is not findable"
+        num_entries = len(self._block) - len(self._copies) + sum(map(len, self._copies.values()))
+        assert num_findable == num_entries, "the index knows blocks that are not hashed"
+        for block_hash, copies in self._copies.items():
+            assert len(copies) > 1
+            assert next(iter(copies)) == self._block[block_hash], "not the one known longest is found first"

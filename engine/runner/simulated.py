@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import cast
 
 from engine.runner.base import ModelInfo, PoolShape
-from engine.scheduler.plan import Granted, Plan, StepResult
+from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from engine.sim.profiles import HardwareProfile, StepSize
 from engine.text import ChatMessage, StreamDecoder
 
@@ -18,22 +18,28 @@ VOCAB_SIZE = 2**31
 CONTEXT_TOKENS = 131_072
 
 
-def size_of(plan: Plan) -> StepSize:
-    """What a plan has to do, in the cost model's terms."""
-    num_tokens = num_kv_tokens = num_pairs = num_chunk_kv_tokens = 0
-    for _, start, num_granted, _, _ in plan.grants:  # members without names: half the time
+#: What the simulated model says, whoever asks: it counts. The token of each output index.
+OUTPUT = range(VOCAB_SIZE)
+
+
+def size_of(grants: Sequence[Grant], *, num_decodes: int = 0, num_kv_tokens: int = 0) -> StepSize:
+    """What a step has to do, in the cost model's terms.
+
+    Args:
+        grants: of its plan.
+        num_decodes: requests that compute a token without a grant of their own.
+        num_kv_tokens: that these read.
+    """
+    num_tokens = num_decodes
+    num_pairs = num_chunk_kv_tokens = 0
+    for _, start, num_granted, _, _ in grants:  # members without names: half the time
         num_tokens += num_granted
         num_kv_tokens += start + num_granted
         if num_granted != 1:  # token i of the chunk attends to start + i + 1 tokens
             num_chunk_kv_tokens += start + num_granted
             num_pairs += num_granted * start + num_granted * (num_granted + 1) // 2
     num_mixed = num_kv_tokens - num_chunk_kv_tokens if num_pairs else 0
-    return StepSize(num_tokens, len(plan.grants), num_kv_tokens, num_pairs, num_mixed)
-
-
-def output_tokens(request_id: str, first_index: int, num_tokens: int) -> range:
-    """The tokens the simulated model says: it counts, whoever asks."""
-    return range(first_index, first_index + num_tokens)
+    return StepSize(num_tokens, num_decodes + len(grants), num_kv_tokens, num_pairs, num_mixed)
 
 
 class SimulatedRunner:
@@ -80,7 +86,11 @@ class SimulatedRunner:
 
     def step_s(self, plan: Plan) -> float:
         """What the plan costs, in seconds."""
-        return self._profile.step_s(size_of(plan))
+        return self._profile.step_s(size_of(plan.grants))
+
+    def mixed_s(self, num_decodes: int, num_kv_tokens: int, grants: Sequence[Grant]) -> float:
+        """What a step costs of so many decodes, which read so much KV, and of what is granted to others."""
+        return self._profile.step_s(size_of(grants, num_decodes=num_decodes, num_kv_tokens=num_kv_tokens))
 
     def decodes_s(self, num_requests: int, num_kv_tokens: int) -> Iterator[float]:
         """What plans of the same decodes cost, one after the other; the first reads so much KV."""

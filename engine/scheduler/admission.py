@@ -171,7 +171,12 @@ class Admission:
         earliest of the others always advances.
         """
         growing = self._state.growing
-        for request in sorted(growing.values(), key=self._policy.key):
+        requests = sorted(growing.values(), key=self._policy.key)
+        if len(requests) <= self._blocks.num_free_blocks:  # each lacks a single one
+            self._blocks.grow_each(requests)
+            growing.clear()
+            return
+        for request in requests:
             if request.request_id in growing and self._blocks.grow(request, request.num_tokens):
                 del growing[request.request_id]
             elif request.request_id in growing:
@@ -208,6 +213,11 @@ class Admission:
         from_reserve: bool,
     ) -> list[Request] | Gate:
         """Whom to evict so that ``request`` fits: nobody, some, or what keeps it out."""
+        tenants, running = self._state.tenants, self._state.running
+        tenant_has_room = tenants.has_room_for(request)
+        may_preempt = self._config.preempt_for_arrivals
+        if num_seats and running and not (may_preempt and self._evictable_for(request)):
+            return Gate.SEAT if tenant_has_room else Gate.TENANT  # what most fail for, so it is asked first
         num_missing = num_needed - self._blocks.num_free_blocks
         num_reserved = 0 if from_reserve else self.num_reserved_blocks
         num_kept = max(num_reserved, 0 if from_reserve else self._watermark_blocks(request))
@@ -218,16 +228,14 @@ class Admission:
             return max(num_kept, self._reserve.num_blocks(request, num_tokens, without))
 
         num_spare = spare(())
-        tenants = self._state.tenants
-        tenant_has_room = tenants.has_room_for(request)
         if tenant_has_room and not num_seats and (num_missing + num_spare <= 0 or num_needed <= 0):
             return []
         gate = Gate.SEAT if num_seats else Gate.BLOCKS if num_missing > 0 else Gate.WATERMARK
         if not tenant_has_room:
             gate = Gate.TENANT
-        if not self._config.preempt_for_arrivals:
+        if not may_preempt:
             return gate
-        candidates, running = self._evictable_for(request), self._state.running
+        candidates = self._evictable_for(request)
         if not candidates and running:
             return gate
 

@@ -65,9 +65,16 @@ class FairPolicy(PriorityPolicy):
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
         """Charge output tokens, one after the other: sums of fractions depend on how they are made."""
-        for request in requests:
-            for _ in range(num_tokens):
-                self._charge(request, OUTPUT_TOKEN_COST)
+        by_tenant = Counter([request.spec.tenant for request in requests])
+        for tenant, num_requests in by_tenant.items():
+            cost = OUTPUT_TOKEN_COST / self._weights.get(tenant, 1.0)
+            served = self.served(tenant)
+            if cost.is_integer() and served.is_integer():  # then the sum is exact, however it is made
+                served += cost * num_requests * num_tokens
+            else:
+                for _ in range(num_requests * num_tokens):
+                    served += cost
+            self._served[tenant] = served
 
     def left(self, request: Request) -> None:
         """Forget a tenant that has nothing alive, but not how far service had come."""

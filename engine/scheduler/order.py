@@ -41,6 +41,11 @@ class WaitingQueue:
         """Requests by reversed key; the queue must not change meanwhile."""
         return (self._by_key[key] for key in reversed(self._by_key))
 
+    @property
+    def first(self) -> Request | None:
+        """Who comes first; None when nobody waits."""
+        return next(iter(self)) if self._keys else None
+
     def push(self, request: Request) -> None:
         """Add a request."""
         assert request.request_id not in self._keys
@@ -153,6 +158,10 @@ class FcfsPolicy(_StaticPolicy):
 
     name = "fcfs"
 
+    def key(self, request: Request) -> Key:
+        """Arrival."""
+        return 0, request.arrival_seq
+
 
 class PriorityPolicy(_StaticPolicy):
     """Level, then arrival."""
@@ -163,6 +172,10 @@ class PriorityPolicy(_StaticPolicy):
     def urgency(self, request: Request) -> int:
         """The request's level."""
         return request.level
+
+    def key(self, request: Request) -> Key:
+        """Level, then arrival."""
+        return request.level, request.arrival_seq
 
 
 def policy_named(name: str, weights: Mapping[str, float] | None = None) -> Policy:

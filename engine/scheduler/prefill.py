@@ -39,7 +39,8 @@ class PrefillPass:
         """Grant tokens and admit; ``starved`` requests come first, oldest first."""
         self._state.inherited.clear()
         self._serve_starved(starved)
-        self._grant_prefills_and_admit()
+        if self._state.prefilling or self._state.waiting:
+            self._grant_prefills_and_admit()
 
     def _serve_starved(self, starved: Collection[Request]) -> None:
         """Oldest first, within reserved tokens, seats and blocks; what the next one lacks is kept for it.
@@ -55,6 +56,8 @@ class PrefillPass:
         num_prefilling = sum(r.is_starved for r in self._state.prefilling)
         served = [r for r in self._state.running if r.in_reserve]
         num_seats = config.num_reserved_seats - len(served)
+        if num_prefilling == 0 and num_seats <= 0:
+            return
         num_blocks = config.num_reserved_blocks(self._state.blocks.num_blocks)
         num_blocks -= sum(len(r.block_table) for r in served)
         for request in starved:

@@ -69,49 +69,59 @@ class OutputReserve:
     def __init__(self, state: SchedulerState, ratio: float) -> None:
         self._state = state
         self._ratio = ratio
-        self._reserved: dict[Request, int] | None = None
-        self._new: dict[Request, int] = {}
-        self._num_reserved_tokens = self._num_new_tokens = 0
+        self._new: dict[Request, int] = {}  # tokens by who was admitted in this step
+        self._num_new_tokens = 0
+        self._num_expected_tokens: int | None = None  # of who ran before it, at the longest
 
     def num_blocks(self, request: Request, num_tokens: int, without: Sequence[Request]) -> int:
         """How many, if ``request`` were admitted with room for ``num_tokens``; 0 if it were alone."""
         num_seated = sum(r.status is RequestStatus.RUNNING for r in without)
         if num_seated == len(self._state.running):
             return 0
-        reserved = self._ran_before()
-        expected = self._num_reserved_tokens - sum(reserved.get(r, 0) for r in without)
+        expected = self._expected() - sum(map(self._expected_of, without))
         new = self._num_new_tokens - sum(self._new.get(r, 0) for r in without)
         tokens = self._new_tokens(request, num_tokens) + new + self._ratio * expected
         return math.ceil(tokens / self._state.blocks.block_size)
 
     def admitted(self, request: Request) -> None:
         """A request got a seat in this step."""
-        self._ran_before(newcomer=request)
+        self._expected(newcomer=request)
         self._new[request] = 0 if request.holds_all else self._new_tokens(request, request.num_tokens)
         self._num_new_tokens += self._new[request]
 
     def preempted(self, request: Request) -> None:
-        """A request lost its blocks in this step."""
-        self._num_reserved_tokens -= self._ran_before().pop(request, 0)
+        """A request is about to lose its blocks."""
+        self._num_expected_tokens = self._expected() - self._expected_of(request)
         self._num_new_tokens -= self._new.pop(request, 0)
 
-    def _ran_before(self, newcomer: Request | None = None) -> dict[Request, int]:
-        """Output tokens still allowed of the requests that ran before the step."""
-        if self._reserved is None:
-            self._reserved = {
-                r: self._output_tokens_left(r, r.num_tokens)
-                for r in self._state.running
-                if not r.holds_all and r is not newcomer
-            }
-            self._num_reserved_tokens = sum(self._reserved.values())
-        return self._reserved
+    def _expected(self, newcomer: Request | None = None) -> int:
+        """Output tokens still allowed of those that ran before the step and still do."""
+        if self._num_expected_tokens is None:
+            self._num_expected_tokens = sum(
+                [
+                    _num_output_tokens_left(r, r.num_tokens)
+                    for r in self._state.running
+                    if not r.holds_all and r is not newcomer
+                ]
+            )
+        return self._num_expected_tokens
+
+    def _expected_of(self, request: Request) -> int:
+        """What one request adds to that."""
+        if request.holds_all or request in self._new or request.status is not RequestStatus.RUNNING:
+            return 0
+        return _num_output_tokens_left(request, request.num_tokens)
 
     def _new_tokens(self, request: Request, num_tokens: int) -> int:
-        return self._output_tokens_left(request, num_tokens) + self._state.blocks.block_size
+        return _num_output_tokens_left(request, num_tokens) + self._state.blocks.block_size
 
-    @staticmethod
-    def _output_tokens_left(request: Request, num_tokens: int) -> int:
-        return max(0, min(request.max_known_tokens - num_tokens, MAX_RESERVED_OUTPUT_TOKENS))
+
+def _num_output_tokens_left(request: Request, num_tokens: int) -> int:
+    """Output tokens that may follow so many of a request, as far as anything is reserved for them."""
+    left = request.max_known_tokens - num_tokens
+    if left > MAX_RESERVED_OUTPUT_TOKENS:
+        return MAX_RESERVED_OUTPUT_TOKENS
+    return left if left > 0 else 0
 
 
 class PrefillFirst:
@@ -143,7 +153,7 @@ class PrefillFirst:
 
     def repeated(self, num_steps: int) -> None:
         """The ratio falls in each of them."""
-        assert self._decoded_last
+        self._decoded_last = True
         for _ in range(num_steps):
             if self.ratio.value == self.ratio.floor:
                 break

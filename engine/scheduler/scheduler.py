@@ -21,22 +21,22 @@ from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
 from engine.scheduler.draft import Gate, StepDraft
+from engine.scheduler.grants import decode_grants, other_grants
 from engine.scheduler.order import policy_named
-from engine.scheduler.plan import Grant, Plan, StepResult
+from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.quarantine import Quarantine
 from engine.scheduler.speculation import Speculation, verified
 from engine.scheduler.state import SchedulerState
-from engine.scheduler.stretch import NO_STRETCH, Sample, Stretch, pass_stretch, stretch_of
 from kv.block_manager import BlockManager
 
 _new_tuple = tuple.__new__  # a named tuple's own constructor takes twice the time
 
 #: A grant as its own members, which are read without a call.
-_Fields = tuple[Request, int, int, object, int | None]
+Fields = tuple[Request, int, int, object, int | None]
 
 
 @dataclass(slots=True)
-class _Booked:
+class Booked:
     """What a commit has brought: events so far, who produced a token, whom its token may end."""
 
     events: list[SchedulerEvent]
@@ -64,8 +64,6 @@ class Scheduler:
         self._kept_out: dict[RequestId, Gate] = {}  # of the last plan, for who records decisions
         self._num_arrivals = 0
         self._step = 0
-        self._plain: Plan | None = None  # the last plan, if it held decodes alone and decided nothing
-        self._quiet: Plan | None = None  # the same once it is committed, until anything happens
 
     @property
     def num_running(self) -> int:
@@ -147,7 +145,6 @@ class Scheduler:
             QueueFull, TenantQuotaExceeded: it would break a limit of the queue.
         """
         self.check(spec)
-        self._plain = self._quiet = None
         assert spec.request_id not in self._state.requests
         self._state.limits.check_tenant(spec)
         request = Request(spec, self._num_arrivals, now)
@@ -186,7 +183,6 @@ class Scheduler:
         in flight samples for a request that ends now is dropped; of one that is
         preempted or parked it is kept.
         """
-        self._plain = self._quiet = None
         if isinstance(command, LoseKv):
             return self._lose_kv(command, now)
         request = self._state.requests.get(command.request_id)
@@ -240,6 +236,15 @@ class Scheduler:
         The plan before need not be committed yet, the one before that must be.
         """
         self._uncommitted.look_ahead(self._state)
+        draft = self._filled(now)
+        plan = Plan(
+            draft.step, (*decode_grants(draft), *other_grants(draft)), tuple(draft.events), draft.gate
+        )
+        self._uncommitted.planned(plan)
+        return plan
+
+    def _filled(self, now: float) -> StepDraft:
+        """The next step, decided."""
         self._step += 1
         draft = StepDraft(self._step, now, self.config.max_step_tokens)
         for request_id in self._deadlines.expired(now, self._state.requests):
@@ -249,11 +254,7 @@ class Scheduler:
             self._discipline.fill(self._state, draft)
             self._speculation.fill(self._state, draft)
         self._kept_out = draft.kept_out
-        plan = Plan(self._step, self._grants(draft), tuple(draft.events), draft.gate)
-        self._plain = plan if not (draft.granted or draft.events or self._quarantine) else None
-        self._quiet = None
-        self._uncommitted.planned(plan)
-        return plan
+        return draft
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> list[SchedulerEvent]:
         """Book what a step has computed.
@@ -265,44 +266,20 @@ class Scheduler:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
         is_late = self._uncommitted.land(plan)
-        booked = _Booked(self._fail_rows(plan, result, now))
+        booked = Booked(self._fail_rows(plan, result, now))
         book = self._book_late if is_late else self._book
-        grants = cast("Sequence[_Fields]", plan.grants)
+        grants = cast("Sequence[Fields]", plan.grants)
         if result.after_drafts:
             grants = self._book_drafts(grants, result, now, booked)
         book(grants, result.sampled, now, booked)
         self.policy.produced(booked.producers)
         if self._quarantine:
             self._quarantine.release(plan, self._state)
-        if plan is self._plain and not (is_late or booked.ended or result.failures):
-            self._quiet = plan
         for request in booked.ended:
             booked.events.extend(self._end(request, now))
         if result.complete:
             booked.events.extend(self._end_complete(result, now))
         return booked.events
-
-    def stretch(self) -> Stretch:
-        """Steps that may be made at once from here, after a commit; see ``engine.scheduler.stretch``."""
-        if self._quiet is None:
-            return NO_STRETCH
-        stretch = stretch_of(self._state, self._quiet.gate)
-        until = min(stretch.until, self._deadlines.next_due)
-        return Stretch(stretch.requests, stretch.num_steps, until) if stretch.num_steps else stretch
-
-    def pass_stretch(self, num_steps: int, planned_at: float, sample: Sample) -> None:
-        """Make so many steps of the stretch at once; there are no events but the tokens.
-
-        Args:
-            num_steps: at most those of ``stretch``, which must just have been asked for.
-            planned_at: when the last of them was planned, before the stretch's end.
-            sample: what the model says.
-        """
-        assert self._quiet is not None
-        pass_stretch(self._state, num_steps, planned_at, sample)
-        self._step += num_steps
-        self.policy.produced(self._state.decoding, num_steps)
-        self._discipline.repeated(num_steps)
 
     def _end_complete(self, result: StepResult, now: float) -> list[SchedulerEvent]:
         """The end of the requests whose grammar leaves nothing to be said, unless they have ended already."""
@@ -314,7 +291,7 @@ class Scheduler:
         ]
 
     def _book(
-        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
+        self, grants: Sequence[Fields], sampled: Mapping[RequestId, int], now: float, booked: Booked
     ) -> None:
         """What was granted by a plan that nobody looked ahead of."""
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
@@ -345,14 +322,14 @@ class Scheduler:
                 state.filled_block(request)
 
     def _book_drafts(
-        self, grants: Sequence[_Fields], result: StepResult, now: float, booked: _Booked
-    ) -> list[_Fields]:
+        self, grants: Sequence[Fields], result: StepResult, now: float, booked: Booked
+    ) -> list[Fields]:
         """What was granted with drafts: the tokens that are the model's own.
 
         Returns:
             The grants that are not booked yet. Of who lost its seat meanwhile the drafts are forgotten.
         """
-        others: list[_Fields] = []
+        others: list[Fields] = []
         for grant in grants:
             request, start, _, table, output_index = grant
             drafts, request.draft_token_ids = request.draft_token_ids, ()
@@ -381,7 +358,7 @@ class Scheduler:
         return others
 
     def _book_late(
-        self, grants: Sequence[_Fields], sampled: Mapping[RequestId, int], now: float, booked: _Booked
+        self, grants: Sequence[Fields], sampled: Mapping[RequestId, int], now: float, booked: Booked
     ) -> None:
         """What was granted by a plan that was looked ahead of: where requests stand is known already."""
         finished, charges = RequestStatus.FINISHED, self.policy.charges_outputs
@@ -423,26 +400,6 @@ class Scheduler:
         """Recount everything; an ``AssertionError`` here is a bug of ours."""
         self._state.check_integrity()
         self._uncommitted.check_integrity(self._state)
-
-    @staticmethod
-    def _grants(draft: StepDraft) -> tuple[Grant, ...]:
-        grants: list[Grant] = []
-        now = draft.now
-        num_tokens = 1
-        for request in draft.decodes:
-            request.idle_since = now
-            start = request.num_computed_tokens
-            output_index = start + 1 - request.num_prompt_tokens
-            if draft.num_drafts:
-                num_tokens = 1 + len(request.draft_token_ids)
-            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, output_index)))
-        for request, num_tokens in draft.granted.items():
-            request.idle_since = now
-            start = request.num_computed_tokens
-            end, num_known = start + num_tokens, request.num_tokens
-            index = end - request.num_prompt_tokens if end == num_known else None
-            grants.append(_new_tuple(Grant, (request, start, num_tokens, request.block_table, index)))
-        return tuple(grants)
 
     def _end(self, request: Request, now: float) -> list[SchedulerEvent]:
         """The end of a request, if its last output token or its length is one."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from engine.errors import VorrangError
 from engine.events import Failed, Finished, Preempted, Resumed, SchedulerEvent, Started
-from engine.priority import CLASSES, class_of
+from engine.priority import class_rank
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.limits import QueueLimits
@@ -179,7 +179,7 @@ class SchedulerState:
             self.waiting.discard(request.request_id)
         self.limits.forget(request)
         request.level = level
-        request.cache_rank = CLASSES.index(class_of(level))
+        request.cache_rank = class_rank(level)
         if not request.has_started:
             self.limits.add(request)
         if request.status is RequestStatus.RUNNING:
@@ -232,7 +232,8 @@ class SchedulerState:
         The block is not hashed before the request loses its blocks: until then nobody
         has a prompt that goes on with its output.
         """
-        if request.num_tokens > len(request.block_table) * self.blocks.block_size:
+        num_tokens = len(request.token_ids) + request.num_outputs_in_flight
+        if num_tokens > len(request.block_table) * self.blocks.block_size:
             self.growing[request.request_id] = request
 
     def look_ahead(self, grants: "Sequence[tuple[Request, int, int, object, int | None]]") -> None:

@@ -12,6 +12,7 @@ neither plans nor time. docs/SIMULATOR.md says how the constants were found.
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 
@@ -20,8 +21,7 @@ class UnknownProfile(InvalidRequest):
     """No hardware profile has that name."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepSize:
+class StepSize(NamedTuple):
     """What a step has to do; the cost model's arguments.
 
     Attributes:

@@ -1,9 +1,8 @@
 """Books what happens in a simulation, event by event and step by step. Judges nothing."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import cast
 
 from engine.errors import VorrangError
@@ -19,11 +18,15 @@ from engine.events import (
     TokensSampled,
 )
 from engine.request import PreemptReason
-from engine.scheduler.plan import Granted, Plan
-from engine.scheduler.stretch import Stretch
+from engine.scheduler.plan import Grant, Granted
 from workloads.arrivals import Arrival
 from workloads.classes import class_of
 from workloads.records import RequestRecord, Sample
+
+_SEATED = (Started, Resumed)  # a union would be made anew for each event
+
+#: A grant as its own members, which are read without a call.
+Fields = tuple[Granted, int, int, object, int | None]
 
 
 @dataclass(slots=True)
@@ -82,7 +85,7 @@ class Recorder:
         self.recording.records[request.request_id] = record
         self._failed(record, error, request.arrival_s)
 
-    def happened(self, events: Iterable[SchedulerEvent | RequestEvent], now: float) -> None:
+    def happened(self, events: Sequence[SchedulerEvent | RequestEvent], now: float) -> None:
         """Events of requests, of the scheduler or of their handles."""
         records = self.recording.records
         for event in events:
@@ -98,7 +101,7 @@ class Recorder:
                     record.longest_stall_s = now - last_s
             elif isinstance(event, Delta):
                 record.got_tokens(len(event.token_ids), now)
-            elif isinstance(event, Started | Resumed):
+            elif isinstance(event, _SEATED):
                 self._waits(record, waits=False)
                 if isinstance(event, Started):
                     self._started(record, event.num_cached_tokens, now)
@@ -115,50 +118,40 @@ class Recorder:
                 self._waits(record, waits=False)
                 self._failed(record, event.error, now)
 
-    def stepped(self, plan: Plan, start_s: float, end_s: float) -> None:
+    def stepped(self, grants: Sequence[Grant], start_s: float, end_s: float) -> None:
         """A step was computed; call after its plan's events and before its result's."""
-        recording = self.recording
-        recording.num_steps += 1
-        recording.busy_s += end_s - start_s
-        recording.end_s = end_s
         waiting = self._most_urgent_waiting()
-        inverted = False
-        grants = cast("Sequence[tuple[Granted, int, int, object, int | None]]", plan.grants)
-        for request, start, num_tokens, _, output_index in grants:
+        is_inverted = self._computed(grants, waiting)
+        self._passed(start_s, end_s, is_inverted=is_inverted)
+
+    def _computed(self, grants: Sequence[Grant], waiting: int | None) -> bool:
+        """Book grants.
+
+        Args:
+            grants: of one step.
+            waiting: the most urgent level that waits.
+
+        Returns:
+            Whether any is less urgent.
+        """
+        recording = self.recording
+        is_inverted = False
+        for request, start, num_tokens, _, output_index in cast("Sequence[Fields]", grants):
             recording.num_computed_tokens += num_tokens
             is_prefill = num_tokens > 1 or not output_index
             if is_prefill:  # a decode computes what nobody can have computed before
                 self._prefilled(request.request_id, start, num_tokens)
             if waiting is not None and waiting < request.level:
-                inverted = True
+                is_inverted = True
                 recording.num_inversions += is_prefill
-        recording.inversion_s += (end_s - start_s) * inverted
+        return is_inverted
 
-    def stretched(self, stretch: Stretch, starts_and_ends: Sequence[float]) -> None:
-        """Steps that were made at once, each of which gave everybody in it a token.
-
-        Args:
-            stretch: who.
-            starts_and_ends: when the first began and each of them ended.
-        """
+    def _passed(self, start_s: float, end_s: float, *, is_inverted: bool) -> None:
         recording = self.recording
-        requests, num_steps = stretch.requests, len(starts_and_ends) - 1
-        durations = [end - start for start, end in pairwise(starts_and_ends)]
-        waiting = self._most_urgent_waiting()
-        inverted = waiting is not None and any(waiting < request.level for request in requests)
-        for duration_s in durations:
-            recording.busy_s += duration_s
-            recording.inversion_s += duration_s * inverted
-        recording.num_steps += num_steps
-        recording.num_computed_tokens += num_steps * len(requests)
-        recording.end_s = end_s = starts_and_ends[-1]
-        longest_s = max(durations)
-        for request in requests:
-            record = recording.records[request.request_id]
-            record.num_output_tokens += num_steps
-            record.last_token_s = end_s
-            if longest_s > record.longest_stall_s:
-                record.longest_stall_s = longest_s
+        recording.num_steps += 1
+        recording.busy_s += end_s - start_s
+        recording.end_s = end_s
+        recording.inversion_s += (end_s - start_s) * is_inverted
 
     def sample(self, now: float, num_running: int, kv_use: float) -> None:
         """Keep the state of the scheduler at one moment."""
@@ -174,7 +167,7 @@ class Recorder:
         )  # fmt: skip
 
     def _most_urgent_waiting(self) -> int | None:
-        return min((level for level, n in self._waiting.items() if n), default=None)
+        return min([level for level, n in self._waiting.items() if n], default=None)
 
     def _prefilled(self, request_id: str, start: int, num_tokens: int) -> None:
         reached, end = self._reached[request_id], start + num_tokens

@@ -15,26 +15,25 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import islice
 
 from engine.clock import Clock
 from engine.errors import InternalError, VorrangError
 from engine.handle import RequestHandle
 from engine.loop import Engine
 from engine.runner.base import ModelInfo, PoolShape
-from engine.runner.simulated import SimulatedRunner, SimulatedTokenizer, output_tokens
+from engine.runner.simulated import OUTPUT, SimulatedRunner, SimulatedTokenizer
+from engine.scheduler.bulk import BulkScheduler
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
+from engine.sim.bulk_recorder import BulkRecorder
+from engine.sim.drivers import Driver, EachStep, InBulk, PlanObserver
 from engine.sim.recorder import Recorder, Recording
-from engine.sim.requests import spec_of
+from engine.sim.requests import BlockHashes, spec_of
 from engine.sim.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from kv.block_manager import BlockManager
 from workloads.arrivals import Workload
-
-#: Called with every plan that computes something, when it is made.
-PlanObserver = Callable[[Plan], None]
 
 
 class SimulationStuck(VorrangError):
@@ -69,6 +68,7 @@ def simulate(
     decisions: DecisionSink | None = None,
     step_by_step: bool = False,
     sample_every_s: float = math.inf,
+    hashes: BlockHashes | None = None,
 ) -> Recording:
     """Run a workload through the scheduler.
 
@@ -85,10 +85,11 @@ def simulate(
         on_progress: called about every 1,024 steps.
         check_integrity: recount everything after every step.
         decisions: is told of every call that drives the scheduler.
-        step_by_step: plan every step. Otherwise steps in which nothing but decoding can happen
-            are made at once (``engine.scheduler.stretch``), with the same outcome; never
-            when plans are watched, recorded or made ahead, nor when tokens are guessed.
+        step_by_step: plan every step with all its grants. Otherwise decodes are made together
+            (``engine.scheduler.bulk``), and steps of nothing else at once, with the same outcome;
+            never when plans are watched, recorded or made ahead, nor when tokens are guessed.
         sample_every_s: virtual seconds between two samples of the scheduler's state, at least.
+        hashes: kept from run to run of a workload, with pools of one block size.
 
     Raises:
         SimulationStuck: nothing can happen any more.
@@ -96,11 +97,17 @@ def simulate(
     blocks = BlockManager(
         runner.pool.num_blocks, runner.pool.block_size, enable_prefix_cache=enable_prefix_cache
     )
-    scheduler = (
-        Scheduler(config, blocks) if decisions is None else RecordingScheduler(config, blocks, decisions)
-    )
-    recorder = Recorder()
-    at_once = not (step_by_step or plans_ahead or on_plan or decisions or config.speculation_tokens)
+    scheduler: Scheduler
+    recorder: Recorder
+    driver: Driver
+    if step_by_step or plans_ahead or on_plan or decisions or config.speculation_tokens:
+        scheduler = RecordingScheduler(config, blocks, decisions) if decisions else Scheduler(config, blocks)
+        recorder = Recorder()
+        driver = EachStep(scheduler, runner, recorder, on_plan)
+    else:
+        scheduler = bulk_scheduler = BulkScheduler(config, blocks, OUTPUT)
+        recorder = bulk_recorder = BulkRecorder()
+        driver = InBulk(bulk_scheduler, runner, bulk_recorder, hashes)
     coming = deque(workload.requests)
     planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
     now = 0.0
@@ -112,31 +119,24 @@ def simulate(
         while coming and coming[0].arrival_s <= seen_until:
             request = coming.popleft()
             try:
-                displaced = scheduler.submit(spec_of(request), request.arrival_s)
+                displaced = driver.submit(request)
             except VorrangError as error:
                 recorder.refused(request, error)
             else:
                 recorder.arrived(request)
                 recorder.happened(displaced, request.arrival_s)
-        plan = scheduler.plan(now)
-        recorder.happened(plan.events, now)
-        if not plan.grants:
+        events, computes = driver.plan(now)
+        recorder.happened(events, now)
+        if not computes:
             if coming:
                 now = max(now, coming[0].arrival_s)
-            elif scheduler.has_requests and not plan.events:
+            elif scheduler.has_requests and not events:
                 left = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
-                raise SimulationStuck(f"step {plan.step} at {now:.3f} s plans nothing: {left}")
+                raise SimulationStuck(f"the next step, at {now:.3f} s, plans nothing: {left}")
             continue
-        if on_plan is not None:
-            on_plan(plan)
-        end = now + runner.step_s(plan)
-        recorder.stepped(plan, now, end)
-        now = end
-        recorder.happened(scheduler.commit(plan, runner.run(plan), now), now)
+        now = driver.make(now, min(next_sample_s, coming[0].arrival_s if coming else math.inf))
         if check_integrity:
             scheduler.check_integrity()
-        if at_once:
-            now = _pass_stretch(scheduler, runner, recorder, now, coming[0].arrival_s if coming else math.inf)
         if now >= next_sample_s:
             next_sample_s = now + sample_every_s
             recorder.sample(now, scheduler.num_running, 1 - blocks.num_free_blocks / blocks.num_blocks)
@@ -145,27 +145,6 @@ def simulate(
             num_alive = scheduler.num_running + scheduler.num_waiting
             on_progress(Progress(now, len(workload.requests) - len(coming), num_alive))
     return recorder.recording
-
-
-def _pass_stretch(
-    scheduler: Scheduler, runner: SimulatedRunner, recorder: Recorder, now: float, next_arrival_s: float
-) -> float:
-    """Make the steps at once that must be alike, up to the next arrival; returns the time after them."""
-    stretch = scheduler.stretch()
-    until = min(stretch.until, next_arrival_s)
-    if stretch.num_steps < 2 or now >= until:
-        return now
-    requests = stretch.requests
-    num_kv_tokens = sum([request.num_computed_tokens for request in requests]) + len(requests)
-    times = [now]
-    for duration_s in islice(runner.decodes_s(len(requests), num_kv_tokens), stretch.num_steps):
-        if now >= until:
-            break
-        now += duration_s
-        times.append(now)
-    recorder.stretched(stretch, times)
-    scheduler.pass_stretch(len(times) - 1, times[-2], output_tokens)
-    return now
 
 
 def simulate_engine(
@@ -267,7 +246,7 @@ class _RecordingRunner:
             self._on_plan(plan)
         start = self._clock.now()
         # Booked at once: who arrives while it computes did not wait when it was planned.
-        self._recorder.stepped(plan, start, start + self._runner.step_s(plan))
+        self._recorder.stepped(plan.grants, start, start + self._runner.step_s(plan))
         return await self._runner.execute(plan)
 
     async def close(self) -> None:

@@ -4,6 +4,7 @@ Every run is a process's work of its own; a result is whatever ``reduce`` makes 
 run, since a whole one is too large to hand from process to process.
 """
 
+import dataclasses
 import gc
 import multiprocessing
 import os
@@ -19,6 +20,7 @@ from engine.errors import VorrangError
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import SchedulerConfig
 from engine.sim.profiles import HardwareProfile
+from engine.sim.requests import BlockHashes
 from engine.sim.runs import run_of
 from engine.sim.simulator import simulate
 from workloads.arrivals import Workload
@@ -112,6 +114,12 @@ class Sweep:
 
 def run_cell(sweep: Sweep, cell: Cell) -> Run:
     """Simulate one cell in this process."""
+    return run_cells(sweep, [cell])[0]
+
+
+def run_cells(sweep: Sweep, cells: Sequence[Cell]) -> list[Run]:
+    """Simulate cells that differ in their names alone, or in what makes no difference: once for all."""
+    cell = cells[0]
     workload = _made(sweep.source, cell.seed)
     if cell.rate_rps is not None:
         workload = workload.at_rate(cell.rate_rps)
@@ -122,12 +130,19 @@ def run_cell(sweep: Sweep, cell: Cell) -> Run:
     was_enabled = gc.isenabled()
     gc.disable()
     try:
-        recording = simulate(workload, runner, cell.config, sample_every_s=every_s)
+        recording = simulate(
+            workload,
+            runner,
+            cell.config,
+            sample_every_s=every_s,
+            hashes=_hashes(sweep.source, runner.pool.block_size),
+        )
     finally:
         if was_enabled:
             gc.enable()
     rate_rps = workload.mean_rate_rps if last_s > 0 else None
-    return run_of(cell.name, recording, offered_rps=cell.rate_rps or rate_rps, seed=cell.seed)
+    offered_rps = cell.rate_rps or rate_rps
+    return [run_of(c.name, recording, offered_rps=offered_rps, seed=c.seed) for c in cells]
 
 
 def run_sweep(
@@ -144,20 +159,19 @@ def run_sweep(
         InvalidWorkload: the workload can't be made, or brought to a rate.
         SweepFailed: a process died.
     """
-    for seed in {cell.seed for cell in sweep.cells}:
-        sweep.source.make(seed)
-    num_processes = min(num_processes or num_cores(), len(sweep.cells))
+    groups = list(_alike(sweep).values())
+    num_processes = min(num_processes or num_cores(), len(groups))
     if num_processes <= 1:
-        for cell in sweep.cells:
-            yield cell, reduce(run_cell(sweep, cell))
+        for cells in groups:
+            yield from zip(cells, map(reduce, run_cells(sweep, cells)), strict=True)
         return
     # Spawned: a fork of a process that has threads may hang.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_die_of_interrupts) as pool:
-        waiting = {pool.submit(_work, sweep, cell, reduce): cell for cell in sweep.cells}
+        waiting = {pool.submit(_work, sweep, cells, reduce): cells for cells in groups}
         try:
             for done in as_completed(waiting):
-                yield waiting[done], done.result()
+                yield from zip(waiting[done], done.result(), strict=True)
         except BrokenProcessPool:
             raise SweepFailed("a process that simulated died; perhaps there was too little memory") from None
         finally:
@@ -175,12 +189,38 @@ def _die_of_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _work(sweep: Sweep, cell: Cell, reduce: Callable[[Run], T]) -> T:
-    result = reduce(run_cell(sweep, cell))
+def _alike(sweep: Sweep) -> dict[Cell, list[Cell]]:
+    """Cells that make the same steps, by one that stands for them.
+
+    ``fair`` ranks requests of one level by what their tenants were served, then by arrival; with
+    a single tenant that is the order of ``priority``. A test holds whole recordings to it.
+
+    Raises:
+        InvalidWorkload: the workload can't be made.
+    """
+    seeds = {cell.seed for cell in sweep.cells}
+    num_tenants = {seed: len({r.tenant for r in sweep.source.make(seed).requests}) for seed in seeds}
+    groups: dict[Cell, list[Cell]] = {}
+    for cell in sweep.cells:
+        config = cell.config
+        if config.policy == "fair" and num_tenants[cell.seed] == 1:
+            config = dataclasses.replace(config, policy="priority")
+        groups.setdefault(dataclasses.replace(cell, name="", config=config), []).append(cell)
+    return groups
+
+
+def _work(sweep: Sweep, cells: Sequence[Cell], reduce: Callable[[Run], T]) -> list[T]:
+    results = [reduce(run) for run in run_cells(sweep, cells)]
     gc.collect()
-    return result
+    return results
 
 
 @lru_cache(maxsize=4)
 def _made(source: Source, seed: int) -> Workload:
     return source.make(seed)
+
+
+@lru_cache(maxsize=1)
+def _hashes(source: Source, block_size: int) -> BlockHashes:
+    """For all runs of a source: seeds draw classes and tenants, seldom prompts."""
+    return BlockHashes()

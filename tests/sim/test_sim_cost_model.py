@@ -67,22 +67,22 @@ def test_sequences_are_interpolated_between_points_and_constant_beyond(num_seque
 
 
 def test_an_empty_step_costs_nothing():
-    assert FULL.step_s(size_of(plan())) == 0.0
+    assert FULL.step_s(size_of(plan().grants)) == 0.0
 
 
 def test_a_plan_of_decodes_reads_every_context_once():
-    size = size_of(plan(grant("a", 99, 1, 5), grant("b", 49, 1, 1)))
+    size = size_of(plan(grant("a", 99, 1, 5), grant("b", 49, 1, 1)).grants)
     assert size == StepSize(num_tokens=2, num_sequences=2, num_kv_tokens=150)
 
 
 def test_a_chunk_attends_to_what_came_before_it_and_to_itself():
-    size = size_of(plan(grant("a", 10, 4)))
+    size = size_of(plan(grant("a", 10, 4)).grants)
     assert size.num_attention_pairs == 11 + 12 + 13 + 14
     assert size.num_kv_tokens == 14
 
 
 def test_decodes_beside_a_chunk_are_counted_as_mixed():
-    assert size_of(plan(grant("a", 99, 1, 5), grant("b", 0, 8))).num_mixed_kv_tokens == 100
+    assert size_of(plan(grant("a", 99, 1, 5), grant("b", 0, 8)).grants).num_mixed_kv_tokens == 100
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import pytest
 from engine.errors import InvalidRequest
 from engine.events import Finished, Preempted, Resumed, Started, TokensSampled
 from engine.request import FinishReason, PreemptReason, RequestId, Usage
-from engine.scheduler.plan import Plan
 from engine.sim.metrics import report
 from engine.sim.recorder import Recorder
 from tests.support.grants import grant as new_grant
@@ -44,7 +43,7 @@ class Story:
         self.events(at, Finished(name(index), reason, Usage()))
 
     def step(self, at, until, *grants):
-        self.recorder.stepped(Plan(1, tuple(grants)), at, until)
+        self.recorder.stepped(tuple(grants), at, until)
 
     def report(self, **targets):
         return report("story", self.recorder.recording, targets)

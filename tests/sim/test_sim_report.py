@@ -4,7 +4,9 @@ import pytest
 from typer.testing import CliRunner
 
 from engine.scheduler.config import SchedulerConfig
+from engine.sim import sweep as sweep_module
 from engine.sim.profiles import fixed_step, profile_named
+from engine.sim.simulator import simulate
 from engine.sim.sweep import Cell, Source, Sweep, run_cell, run_sweep
 from report.summary import summarise
 from server.sim import app
@@ -52,7 +54,7 @@ def test_a_cell_runs_at_its_rate_and_samples_the_scheduler(workload_file):
     assert len(slow.records) == len(fast.records)
     last = [made.records[-1].request.arrival_s for made in (slow, fast)]
     assert last[0] == pytest.approx(2 * last[1])
-    assert 100 < len(slow.samples) <= 302
+    assert 100 < len(slow.samples) <= 310  # they go on while what arrived last is served
     assert max(sample.num_running for sample in fast.samples) == 16
     assert 0 < max(sample.kv_use for sample in fast.samples) <= 1
     assert fast.samples == sorted(fast.samples, key=lambda sample: sample.time_s)
@@ -63,6 +65,28 @@ def test_seeds_draw_other_workloads_and_the_same_seed_the_same(workload_file):
     first, again, other = (summarise(run_cell(sweep, cell(6.0, seed))) for seed in (1, 1, 2))
     assert first == again
     assert first.curves != other.curves
+
+
+def test_what_makes_the_same_steps_is_simulated_once_and_has_every_name(workload_file, monkeypatch):
+    simulated = []
+
+    def counting(workload, runner, config, **more):
+        simulated.append(config.policy)
+        return simulate(workload, runner, config, **more)
+
+    monkeypatch.setattr(sweep_module, "simulate", counting)
+    cells = [
+        Cell(name, SchedulerConfig(policy=name), 20.0, seed)
+        for name in ("priority", "fair")
+        for seed in (0, 1)
+    ]
+    for num_tenants, num_simulated in ((0, 2), (2, 4)):
+        simulated.clear()
+        source = Source(str(workload_file), tenants=num_tenants)
+        made = dict(run_sweep(Sweep(source, fixed_step(0.02, 1000), None, cells), summarise, num_processes=1))
+        assert len(simulated) == num_simulated
+        assert made.keys() == set(cells)
+        assert all(summary.name == cell.name and summary.seed == cell.seed for cell, summary in made.items())
 
 
 @pytest.mark.deep

@@ -33,8 +33,8 @@ def test_the_free_list_keeps_order_through_every_operation():  # vLLM 57
     assert list(free) == [0, 1, 2, 3, 4]
     free.remove(2)
     assert free.pop_some(1) == [0]
-    free.append(0)
-    free.prepend(2)
+    free.append([0])
+    free.prepend([2])
     assert list(free) == [2, 1, 3, 4, 0]
     assert len(free) == 5
     assert free.pop_some(3) == [2, 1, 3]
@@ -42,7 +42,7 @@ def test_the_free_list_keeps_order_through_every_operation():  # vLLM 57
     assert free.pop_some(3) == [4, 0]
     assert free.pop_some(1) == []
     assert len(free) == 0
-    free.append(3)
+    free.append([3])
     assert list(free) == [3]
 
 
