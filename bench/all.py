@@ -49,8 +49,14 @@ class Part:
 
 PARTS = (
     Part(
+        "demo",
+        ("bench/demo.py",),
+        "bench-demo.json",
+        "what the demo prints, and its picture",
+    ),
+    Part(
         "scheduler",
-        ("bench/scheduler.py", "--repeats", "25"),
+        ("bench/scheduler.py", "--repeats", "15"),
         "bench-scheduler.json",
         "what planning costs; submit, cancel, blocks",
     ),
@@ -74,7 +80,7 @@ PARTS = (
     ),
     Part(
         "classes",
-        ("bench/classes.py", "--duration", "25"),
+        ("bench/classes.py", "--duration", "20"),
         "bench-classes.json",
         "latency by class through gRPC, policy beside policy",
     ),
@@ -177,7 +183,7 @@ def main() -> None:
         "parts": results,
     }
     path = folder / "bench.json"
-    path.write_text(json.dumps(written, indent=2) + "\n")
+    path.write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n")
     console.print(f"written: {path}")
     sys.exit(any("error" in result for result in results.values()))
 

@@ -1,11 +1,15 @@
-"""Run the demo on the real model and draw what a terminal shows into docs/demo.svg and docs/demo.txt.
+"""The demo on the default model, as its README shows it: a picture of a terminal, and what it printed.
 
-The picture is taken from the live table at the moment when most interactive
-requests run while batch ones are preempted; the text is the closing table.
+    PYTHONPATH=.:protos python bench/demo.py [--folder build]
+
+Writes ``demo.svg``, the live table at the moment when most interactive requests run while
+batch ones are preempted, and ``bench-demo.json`` with the closing lines.
 """
 
+import argparse
 import asyncio
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -15,8 +19,6 @@ from rich.table import Table
 from clients.python import demo
 from clients.python.demo_view import DemoView
 from clients.python.progress import State
-
-DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 class PicturingView(DemoView):
@@ -35,19 +37,29 @@ class PicturingView(DemoView):
             PicturingView.best = (score, self.table())
 
 
-async def main() -> int:
-    """Run, draw, and return the demo's exit code."""
+def show(folder: Path) -> bool:
+    """Run, draw and write; whether the demo's own checks held."""
     demo.DemoView = PicturingView  # type: ignore[misc]
-    closing = Console(record=True, width=100, file=io.StringIO())
-    passed = await demo.run_demo(demo.DemoOptions(), closing)
+    closing = Console(record=True, width=100)
+    passed = asyncio.run(demo.run_demo(demo.DemoOptions(), closing))
     text = closing.export_text()
-    (DOCS / "demo.txt").write_text(text[text.index("By policy") :])
-    picture = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
+    lines = [line.rstrip() for line in text[text.index("By policy") :].splitlines()]
     assert PicturingView.best is not None, "nothing was preempted"
+    picture = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     picture.print(Group(PicturingView.best[1]))
-    picture.save_svg(str(DOCS / "demo.svg"), title="make demo")
-    return 0 if passed else 1
+    folder.mkdir(parents=True, exist_ok=True)
+    picture.save_svg(str(folder / "demo.svg"), title="make demo")
+    (folder / "bench-demo.json").write_text(json.dumps({"lines": lines}, indent=2, ensure_ascii=False) + "\n")
+    return passed
+
+
+def main() -> None:
+    """Measure, print, and write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, default=Path("build"))
+    options = parser.parse_args()
+    sys.exit(0 if show(options.folder) else 1)
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    main()

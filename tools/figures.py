@@ -3,20 +3,27 @@
     python tools/figures.py build/bench.json   # keeps it as docs/benchmarks.json, writes the pages
     python tools/figures.py --check            # whether the pages say what docs/benchmarks.json says
 
-Both pages have a block between two comments; nothing in it is written by hand, so every
-figure there is a line of docs/benchmarks.json.
+Both pages have blocks between two comments; nothing in them is written by hand, so every
+figure there is a line of docs/benchmarks.json. The pictures made in the same run come along.
 """
 
 import argparse
 import json
 import re
+import shutil
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 KEPT = ROOT / "docs/benchmarks.json"
-BEGIN, END = "<!-- figures: begin -->", "<!-- figures: end -->"
+#: What a run draws, and where the pages show it.
+PICTURES = {
+    "demo.svg": "docs/demo.svg",
+    "bench-static.png": "docs/figures/static-batching.png",
+    "bench-scheduler.png": "docs/figures/scheduler-cost.png",
+}
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -100,7 +107,62 @@ def simulator(figures: dict[str, Any]) -> str:
     return table((f"{figures['num_running']} running", "steps/s"), rows)
 
 
+def model(figures: dict[str, Any]) -> str:
+    """A step of the default model."""
+    faster = figures["times_faster_than_transformers"]
+    kinds = list(next(iter(faster.values())))
+    rows = [
+        (
+            step,
+            f"{figures['median_s'][step]['transformers'] * 1e3:.1f} ms",
+            *(f"{figures['median_s'][step][kind] * 1e3:.1f} ms ({times[kind]:.1f}x)" for kind in kinds),
+        )
+        for step, times in faster.items()
+    ]
+    return table((f"{figures['threads']} threads", "transformers", *kinds), rows)
+
+
+def serve(figures: dict[str, Any]) -> str:
+    """Served against bare."""
+    names = {
+        "bare_tokens_per_s": "bare model, tokens/s",
+        "served_tokens_per_s": "served, tokens/s",
+        "served_to_bare": "served / bare, median of rounds",
+        "ready_s": "ready after, s",
+        "loaded_mb": "server and runner hold then, MB",
+        "resident_mb": "and at the end, MB",
+    }
+    threads = sorted(int(key.rpartition("_")[2]) for key in figures if key.startswith("served_to_bare_"))
+    rows = [
+        (text, *(f"{figures[f'{key}_{n}']:,.{0 if key.endswith('mb') else 2}f}" for n in threads))
+        for key, text in names.items()
+    ]
+    return table(("", *(f"{n} thread" + "s" * (n > 1) for n in threads)), rows)
+
+
+def grpc(figures: dict[str, Any]) -> str:
+    """CPU of a token's way out."""
+    rows = []
+    for name, kinds in figures.items():
+        way, size = name.split()
+        shown = [f"{median(kinds[kind]):.1f}" if kind in kinds else "" for kind in ("bare", "ours", "engine")]
+        rows.append((way, size, *shown))
+    head = ("way out, us of CPU a token", "tokens a message", "bare grpc.aio", "ours", "with the engine")
+    return table(head, rows)
+
+
+def demo(figures: dict[str, Any]) -> str:
+    """What the demo printed, without the frame of its table."""
+    frame = str.maketrans({"┃": "│"})
+    lines = [line.translate(frame) for line in figures["lines"] if line and line[0] not in "┏┡└"]
+    return "```text\n" + "\n".join(lines[1:]) + "\n```\n"
+
+
 TITLES = {
+    "demo": ("The demo", demo),
+    "model": ("A step of the default model beside transformers", model),
+    "serve": ("Served against the bare model", serve),
+    "grpc": ("A token's way out", grpc),
     "classes": ("Latency by class through gRPC, the default model on four seats, overloaded", classes),
     "static": ("Continuous against static batches", static),
     "speculation": ("Guessed tokens at batch 1", speculation),
@@ -155,12 +217,30 @@ def readme(bench: dict[str, Any]) -> str:
     return table(("`make bench`", "measured"), rows)
 
 
-def with_block(text: str, block: str) -> str:
-    """A page with its block replaced."""
-    pattern = f"{re.escape(BEGIN)}.*?{re.escape(END)}"
-    found, number = re.subn(pattern, lambda _: f"{BEGIN}\n\n{block}\n{END}", text, flags=re.DOTALL)
-    assert number == 1, "a page has one block of figures"
+def with_block(text: str, name: str, block: str) -> str:
+    """A page with a block replaced."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    pattern = f"{re.escape(begin)}.*?{re.escape(end)}"
+    found, number = re.subn(pattern, lambda _: f"{begin}\n\n{block}\n{end}", text, flags=re.DOTALL)
+    assert number == 1, f"a page has one block {name!r}"
     return found
+
+
+def pages(bench: dict[str, Any]) -> dict[Path, str]:
+    """What README and docs/benchmarks.md have to say."""
+    front, back = ROOT / "README.md", ROOT / "docs/benchmarks.md"
+    text = with_block(front.read_text(), "demo", demo(bench["parts"]["demo"]["figures"]))
+    return {
+        front: with_block(text, "figures", readme(bench)),
+        back: with_block(back.read_text(), "figures", page(bench)),
+    }
+
+
+def keep(path: Path) -> None:
+    """Take a run's figures and pictures into the documents."""
+    KEPT.write_text(path.read_text())
+    for name, target in PICTURES.items():
+        shutil.copyfile(path.parent / name, ROOT / target)
 
 
 def main() -> None:
@@ -170,18 +250,15 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     if options.bench is not None:
-        KEPT.write_text(options.bench.read_text())
-    bench = json.loads(KEPT.read_text())
-    stale = []
-    for path, block in ((ROOT / "docs/benchmarks.md", page(bench)), (ROOT / "README.md", readme(bench))):
-        text = path.read_text()
-        new = with_block(text, block)
-        if new != text:
-            stale.append(path.name)
-            if not options.check:
-                path.write_text(new)
-    if stale and options.check:
-        sys.exit(f"{', '.join(stale)}: not what docs/benchmarks.json says; run python tools/figures.py")
+        keep(options.bench)
+    stale = {
+        path: new for path, new in pages(json.loads(KEPT.read_text())).items() if path.read_text() != new
+    }
+    if options.check and stale:
+        names = ", ".join(path.name for path in stale)
+        sys.exit(f"{names}: not what docs/benchmarks.json says; run python tools/figures.py")
+    for path, new in stale.items():
+        path.write_text(new)
 
 
 if __name__ == "__main__":
