@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:protos python bench/demo.py [--folder build]
 
-Writes ``demo.svg``, the live table at the moment when most interactive requests run while
-batch ones are preempted, and ``bench-demo.json`` with the closing lines.
+Writes ``demo.svg``, the live table when most batch requests are preempted and most
+interactive ones run, and ``bench-demo.json`` with the closing lines.
 """
 
 import argparse
@@ -24,16 +24,16 @@ from clients.python.progress import State
 class PicturingView(DemoView):
     """A view that keeps the best table it has shown."""
 
-    best: tuple[int, Table] | None = None
+    best: tuple[tuple[int, int, int], Table] | None = None
 
     def changed(self, name: str) -> None:
         """Draw, and compare with the best so far."""
         super().changed(name)
-        rows = [(kind, progress) for kind, progress in self._rows.values()]
-        num_preempted = sum(progress.state is State.PREEMPTED for _, progress in rows)
-        num_tokens = sum(progress.num_tokens for kind, progress in rows if kind == "interactive")
-        score = 1000 * num_preempted + num_tokens if num_preempted and num_tokens else 0
-        if score > (PicturingView.best[0] if PicturingView.best else 0):
+        num_preempted = sum(progress.state is State.PREEMPTED for _, progress in self._rows.values())
+        urgent = [progress for kind, progress in self._rows.values() if kind == "interactive"]
+        num_running = sum(progress.state is State.RUNNING for progress in urgent)
+        score = (num_preempted, num_running, sum(progress.num_tokens for progress in urgent))
+        if num_preempted and num_running and (PicturingView.best is None or score > PicturingView.best[0]):
             PicturingView.best = (score, self.table())
 
 

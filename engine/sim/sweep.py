@@ -9,6 +9,7 @@ import gc
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -167,7 +168,7 @@ def run_sweep(
         return
     # Spawned: a fork of a process that has threads may hang.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_die_of_interrupts) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_with_parent) as pool:
         waiting = {pool.submit(_work, sweep, cells, reduce): cells for cells in groups}
         try:
             for done in as_completed(waiting):
@@ -184,9 +185,20 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
 
-def _die_of_interrupts() -> None:
-    """Ctrl-C reaches all processes of a terminal; those that only work need not tell of it."""
+def _end_with_parent() -> None:
+    """Leave no process behind: a pool's own wait for ever when the one that started them was killed.
+
+    Ctrl-C reaches all processes of a terminal; those that only work need not tell of it.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 def _alike(sweep: Sweep) -> dict[Cell, list[Cell]]:

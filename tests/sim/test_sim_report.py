@@ -1,5 +1,8 @@
 import re
+import subprocess
+import sys
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -10,6 +13,7 @@ from engine.sim.simulator import simulate
 from engine.sim.sweep import Cell, Source, Sweep, run_cell, run_sweep
 from report.summary import summarise
 from server.sim import app
+from tests.support.process import environment
 from tests.support.workloads import two_classes
 from workloads.errors import InvalidWorkload
 
@@ -95,6 +99,29 @@ def test_processes_beside_each_other_give_what_one_gives(workload_file):
     sweep = Sweep(Source(str(workload_file)), profile_named("h100"), None, cells)
     alone, together = (dict(run_sweep(sweep, summarise, num_processes=n)) for n in (1, 2))
     assert alone == together
+
+
+def test_no_process_is_left_behind_when_the_one_that_started_them_is_killed(workload_file, tmp_path):
+    arguments = ["report", workload_file, "--rates", "6,20", "--seeds", 100, "--processes", 2]
+    command = [
+        sys.executable,
+        "-m",
+        "server.cli",
+        "sim",
+        *map(str, arguments),
+        "-o",
+        str(tmp_path / "r.html"),
+    ]
+    with subprocess.Popen(command, env=environment(), stdout=subprocess.DEVNULL) as started:
+        parent, workers = psutil.Process(started.pid), []
+        while len(workers) < 2:
+            assert started.poll() is None, "it was over before its workers were seen"
+            workers = [child for child in parent.children() if "spawn_main" in " ".join(child.cmdline())]
+        started.kill()
+    _, alive = psutil.wait_procs(workers, timeout=60)
+    for worker in alive:
+        worker.kill()
+    assert not alive
 
 
 @pytest.mark.parametrize(
