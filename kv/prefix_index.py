@@ -10,7 +10,7 @@ This module is pure; it does not know which blocks are free.
 
 import hashlib
 from array import array
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 
@@ -43,13 +43,11 @@ class KvOwner(Protocol):
         ...
 
 
-def hash_block(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """Hash of a full block that follows ``parent``; 32 bytes."""
-    return hashlib.sha256(parent + array("I", token_ids).tobytes()).digest()
-
-
 def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
-    """Make ``owner.block_hashes`` at least ``num_blocks`` long; its tokens must fill that many blocks."""
+    """Make ``owner.block_hashes`` at least ``num_blocks`` long; its tokens must fill that many blocks.
+
+    A block's hash, of 32 bytes, is that of the one before it and of its own tokens.
+    """
     hashes = owner.block_hashes
     assert num_blocks * block_size <= len(owner.token_ids)
     if num_blocks <= len(hashes):
@@ -57,7 +55,7 @@ def extend_hashes(owner: KvOwner, num_blocks: int, block_size: int) -> None:
     parent = hashes[-1] if hashes else hashlib.sha256(owner.cache_salt.encode()).digest()
     tokens = array("I", owner.token_ids[len(hashes) * block_size : num_blocks * block_size])
     content, num_bytes, sha256 = tokens.tobytes(), tokens.itemsize * block_size, hashlib.sha256
-    for start in range(0, len(content), num_bytes):  # ``hash_block`` of each, without a list of its own
+    for start in range(0, len(content), num_bytes):
         parent = sha256(parent + content[start : start + num_bytes]).digest()
         hashes.append(parent)
 

@@ -29,7 +29,7 @@ from pydantic_settings import (
 from engine.errors import VorrangError
 from engine.priority import CLASSES
 from engine.scheduler.config import ClassConfig, SchedulerConfig
-from engine.scheduler.order import policy_named
+from engine.scheduler.policies import policy_named
 from server.sections import (
     FROZEN,
     AdmissionSection,

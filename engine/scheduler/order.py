@@ -1,12 +1,11 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedDict
 
 from engine.request import Request, RequestId
-from engine.scheduler.config import InvalidSetting
 
 #: (urgency, arrival): the fixed part of an order.
 Key = tuple[int, int]
@@ -176,21 +175,3 @@ class PriorityPolicy(_StaticPolicy):
     def key(self, request: Request) -> Key:
         """Level, then arrival."""
         return request.level, request.arrival_seq
-
-
-def policy_named(name: str, weights: Mapping[str, float] | None = None) -> Policy:
-    """A fresh policy of that name.
-
-    Args:
-        name: as in the configuration.
-        weights: shares of tenants relative to others, for the policy that looks at tenants.
-
-    Raises:
-        InvalidSetting: there is none.
-    """
-    from engine.scheduler.fair import FairPolicy
-
-    policies: dict[str, type[Policy]] = {p.name: p for p in (PriorityPolicy, FairPolicy, FcfsPolicy)}
-    if name not in policies:
-        raise InvalidSetting("scheduler.policy", f"must be one of {', '.join(sorted(policies))}", name)
-    return FairPolicy(weights) if name == FairPolicy.name else policies[name]()

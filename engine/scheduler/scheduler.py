@@ -22,8 +22,8 @@ from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
 from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.grants import decode_grants, other_grants
-from engine.scheduler.order import policy_named
 from engine.scheduler.plan import Plan, StepResult
+from engine.scheduler.policies import policy_named
 from engine.scheduler.quarantine import Quarantine
 from engine.scheduler.speculation import Speculation, verified
 from engine.scheduler.state import SchedulerState
@@ -270,7 +270,7 @@ class Scheduler:
         book = self._book_late if is_late else self._book
         grants = cast("Sequence[Fields]", plan.grants)
         if result.after_drafts:
-            grants = self._book_drafts(grants, result, now, booked)
+            grants = self._book_drafts(grants, result, booked)
         book(grants, result.sampled, now, booked)
         self.policy.produced(booked.producers)
         if self._quarantine:
@@ -321,9 +321,7 @@ class Scheduler:
             elif not num_computed % block_size:
                 state.filled_block(request)
 
-    def _book_drafts(
-        self, grants: Sequence[Fields], result: StepResult, now: float, booked: Booked
-    ) -> list[Fields]:
+    def _book_drafts(self, grants: Sequence[Fields], result: StepResult, booked: Booked) -> list[Fields]:
         """What was granted with drafts: the tokens that are the model's own.
 
         Returns:

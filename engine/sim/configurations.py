@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.runner.simulated import CONTEXT_TOKENS
 from engine.scheduler.config import InvalidSetting, SchedulerConfig
-from engine.scheduler.order import policy_named
+from engine.scheduler.policies import policy_named
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
 

@@ -61,7 +61,6 @@ class HardwareProfile:
         mixed_kv_token_us: mu, what a decode's KV token costs more when the step holds a chunk
             (one kernel launch serves both, without splitting the KV of the decodes).
         block_size: tokens per block.
-        kv_token_kib: KV of one token in all layers, in KiB.
     """
 
     name: str
@@ -77,7 +76,6 @@ class HardwareProfile:
     attention_pair_ns: float = 0.0
     mixed_kv_token_us: float = 0.0
     block_size: int = 16
-    kv_token_kib: float = 128.0
 
     def step_s(self, size: StepSize) -> float:
         """Duration of a step, in seconds; 0 for an empty one."""
