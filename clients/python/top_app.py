@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import ClassVar
 
 from rich.text import Text
@@ -10,6 +11,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.coordinate import Coordinate
+from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, Static
 
 from clients.python import top_view
@@ -103,7 +105,8 @@ class TopApp(App[VorrangError | None]):
         else:
             self.board.take(Reading(time.monotonic(), load, tuple(requests)))
         if not self._frozen:
-            self._draw()
+            with suppress(NoMatches):  # the widgets of an app that ends go before those who look
+                self._draw()
 
     # What is drawn
 

@@ -136,6 +136,15 @@ async def test_a_priority_is_changed_by_level_or_name_and_a_wrong_one_is_told() 
         assert len(told) == 2
 
 
+async def test_a_look_that_comes_back_while_the_screen_is_taken_down_is_no_error() -> None:
+    async with watched(("a", "standard")) as (_, _runner, _session, app, _pilot):
+        await settled(lambda: len(rows(app)) == 1)
+        for name in ("#head", "#classes"):
+            await app.query_one(name).remove()
+            await app._look()
+        assert app.is_running
+
+
 async def test_rows_are_sorted_filtered_and_the_cursor_stays_on_its_request() -> None:
     async with watched(("a", "interactive"), ("b", "batch"), ("c", "standard")) as (_, _r, _s, app, pilot):
         await settled(lambda: list(rows(app)) == ["a", "c", "b"])
