@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels gpu check-kernels test-go test-java
+.PHONY: help setup demo serve test test-deep soak soak-server bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels gpu check-kernels test-go test-java
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,6 +51,9 @@ test-java: $(STAMP) ## build the Java client and test it against this server, wh
 soak: $(STAMP) ## the scheduler's random walk for a million steps, its state machine for 50,000, 10,000 sessions
 	VORRANG_WALK_STEPS=1000000 VORRANG_MACHINE_STEPS=50000 VORRANG_FUZZ_SESSIONS=10000 \
 		$(BIN)/python -m pytest tests/property -n 2 --dist worksteal -rP --timeout 0
+
+soak-server: $(STAMP) ## a quarter of an hour of everything callers do, with books: build/soak.json (MINUTES=n)
+	PYTHONPATH=.:protos $(BIN)/python bench/soak.py --minutes $(or $(MINUTES),15)
 
 bench: $(STAMP) ## every benchmark: build/bench.json and plots (PARTS="scheduler static" for some)
 	PYTHONPATH=.:protos $(BIN)/python bench/all.py $(if $(PARTS),--only $(PARTS))

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -20,6 +21,14 @@ class Serving:
     address: str
     pid: int
     ready_s: float
+
+
+def free_port() -> int:
+    """A port of loopback that nobody uses at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
 
 
 @contextmanager

@@ -72,6 +72,7 @@ TABLE: Mapping[str, Metric] = {
         _gauge("vorrang_kv_blocks_free", "KV blocks free, or held by the prefix cache alone."),
         _gauge("vorrang_sessions", "Sessions open."),
         _gauge("vorrang_calls", "Calls open, sessions included."),
+        _gauge("vorrang_tasks", "Tasks of the event loop."),
         _gauge("vorrang_serving", "1 while health says SERVING."),
         _gauge("vorrang_draining", "1 while no new requests are taken."),
         _counter("vorrang_requests_accepted", "Requests that were let into the queue.", *_BY_TENANT),

@@ -105,6 +105,7 @@ def standing(backend: Backend, health: Health, metrics: Metrics, engine: Engine 
     found: dict[str, dict[tuple[str, ...], float]] = {
         "vorrang_sessions": {(): calls.num_sessions},
         "vorrang_calls": {(): calls.num_calls},
+        "vorrang_tasks": {(): float(len(asyncio.all_tasks()))},
         "vorrang_serving": {(): float(health.serving)},
     }
     if engine is None:

@@ -216,6 +216,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
         panel("CPU", "Of the server; the model's process is another one.", "none",
               [(rate("process_cpu_seconds_total", "instance", SERVER), "{{instance}}")]),
         panel("Open files", "", "none", [(f"process_open_fds{{{SERVER}}}", "{{instance}}")]),
+        panel("Tasks", "Of the server's event loop.", "none",
+              [(f"sum by (instance) (vorrang_tasks{{{SERVER}}})", "{{instance}}")]),
     ],
 }  # fmt: skip
 
