@@ -10,10 +10,10 @@ import ipaddress
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 
 from server import control, generation
 from server.health import Health
+from server.reflection import add_reflection
 from server.settings import Settings, SettingsError
 from server.tls import TlsFiles
 
@@ -96,8 +96,7 @@ class Ports:
             check_plaintext(setting, listen, allowed=self._settings.server.insecure)
         server = grpc.aio.server(options=options(self._settings))
         if self._settings.control.reflection:
-            names = (*handlers, _HEALTH, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
+            add_reflection(server, (*handlers, _HEALTH))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         server.add_generic_rpc_handlers(tuple(handlers.values()))
         return await self._start(setting, listen, server, self.tls)

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 import pytest
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2
 
 from tests.support.process import ROOT, ServerProcess, server_process
 from vorrang.v1 import control_pb2, generation_pb2
@@ -114,6 +117,55 @@ def test_reflection_lists_the_services(server: ServerProcess) -> None:
     assert {"vorrang.v1.GenerationService", "vorrang.v1.ControlService", "grpc.health.v1.Health"} <= set(
         services
     )
+
+
+@pytest.mark.parametrize(
+    ("symbol", "shown"),
+    [
+        ("vorrang.v1.GenerationService.Generate", "rpc Generate ("),
+        ("vorrang.v1.ControlService.GetLoad", "rpc GetLoad ("),
+        ("vorrang.v1.GenerationSpec", "message GenerationSpec {"),
+        ("vorrang.v1.GenerationSpec.prompt", ".vorrang.v1.Prompt prompt ="),
+        ("grpc.health.v1.Health.Check", "rpc Check ("),
+        ("grpc.reflection.v1.ServerReflection", "rpc ServerReflectionInfo ("),
+        ("grpc.reflection.v1alpha.ServerReflection", "rpc ServerReflectionInfo ("),
+    ],
+)
+def test_reflection_describes_services_methods_and_messages(
+    server: ServerProcess, symbol: str, shown: str
+) -> None:
+    described = run(f"grpcurl -plaintext {DOCUMENTED_ADDRESS} describe {symbol}", server.address)
+    assert shown in described
+
+
+def test_reflection_does_not_make_methods_up(server: ServerProcess) -> None:
+    command = [str(GRPCURL), "-plaintext", server.address, "describe", "vorrang.v1.GenerationService.No"]
+    described = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert described.returncode != 0
+    assert "not found" in described.stderr.lower()
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+@pytest.mark.asyncio
+async def test_both_versions_of_reflection_find_the_file_of_a_method(
+    server: ServerProcess, version: str
+) -> None:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        method = f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo"
+        call = channel.stream_stream(
+            method,
+            reflection_pb2.ServerReflectionRequest.SerializeToString,
+            reflection_pb2.ServerReflectionResponse.FromString,
+        )()
+        symbol = "vorrang.v1.GenerationService.Session"
+        await call.write(reflection_pb2.ServerReflectionRequest(file_containing_symbol=symbol))
+        answer = await call.read()
+        files = [
+            descriptor_pb2.FileDescriptorProto.FromString(raw).name
+            for raw in answer.file_descriptor_response.file_descriptor_proto
+        ]
+        assert "vorrang/v1/generation.proto" in files
+        call.cancel()
 
 
 def test_health_is_serving(server: ServerProcess) -> None:
