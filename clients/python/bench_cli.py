@@ -8,6 +8,7 @@ import os
 import platform
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from rich.console import Console
 
 from clients.python.command import (
     DEFAULT_TARGET,
+    EXIT_FAILED,
     EXIT_INTERRUPTED,
     Control,
     Target,
@@ -34,7 +36,7 @@ from report.style import PlotsUnavailable, figure
 from report.summary import summarise
 from workloads.arrivals import Workload, parse_rates
 from workloads.errors import InvalidWorkload
-from workloads.records import Run, read_runs, write_runs
+from workloads.records import RequestRecord, Run, read_runs, write_runs
 from workloads.sources import TRACE_CLASSES, is_trace, workload_from
 from workloads.statistics import TARGETS, parse_target
 
@@ -96,10 +98,15 @@ def bench(
     sample: Annotated[
         float, typer.Option(help="Seconds between looks at the server's load; 0 = none.")
     ] = 0.25,
+    max_failed: Annotated[
+        float,
+        typer.Option(min=0.0, max=1.0, help="Share of a run's requests whose failure is still a success."),
+    ] = 0.0,
 ) -> None:
     """Send a workload at several rates, one after the other, and write one HTML file with plots.
 
-    Ctrl-C ends the run under way; the report shows what was measured until then.
+    Exits with 1 when more than --max-failed of a run's requests failed. Ctrl-C ends the run under way; the
+    report shows what was measured until then.
     """
     console = Console(stderr=True)
     with expected_failures():
@@ -137,6 +144,7 @@ def bench(
             made = run(run_openai_load(other, arrivals, name=name))
             made.command = shlex.join(["vorrangctl", *sys.argv[1:]])
         made.name, made.offered_rps = name, rate
+        _print_failures(console, made)
         done.append(made)
         if interrupted:
             break
@@ -151,6 +159,24 @@ def bench(
     console.print(f"written: {output}", highlight=False)
     if interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
+    if any(len(_failed(made)) > max_failed * len(made.records) for made in done):
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _failed(made: Run) -> list[RequestRecord]:
+    return [record for record in made.records if record.error is not None]
+
+
+def _print_failures(console: Console, made: Run) -> None:
+    """Why requests of a run failed, each reason with the words of the first of them."""
+    failed = _failed(made)
+    if not failed:
+        return
+    console.print(f"{len(failed)} of {len(made.records)} requests failed:", style="red", highlight=False)
+    first = {str(record.error): record.error_message for record in reversed(failed)}
+    for reason, count in Counter(str(record.error) for record in failed).most_common():
+        told = f"  {count} {reason}: {first[reason]}"
+        console.print(told, style="red", markup=False, highlight=False)
 
 
 def _other_server(url: str | None, model: str, prompts: str, *, send_level: bool) -> OpenAiTarget | None:

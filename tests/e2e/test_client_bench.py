@@ -86,6 +86,17 @@ def test_another_server_is_driven_with_the_same_workload(tmp_path):
     asyncio.run(main_())
 
 
+def test_requests_that_fail_are_said_and_exit_with_1(tmp_path):
+    path, page = tmp_path / "w.toml", tmp_path / "page.html"
+    path.write_text(WORKLOAD)
+    nobody = ("--openai", "http://127.0.0.1:1", "--openai-model", "m", "--duration", 0.3, "-o", page)
+    result = bench(path, *nobody)
+    assert result.exit_code == 1, result.output
+    assert "6 of 6 requests failed:" in result.output
+    assert page.exists()
+    assert bench(path, *nobody, "--max-failed", 1).exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

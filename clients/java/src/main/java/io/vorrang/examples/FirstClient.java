@@ -5,7 +5,7 @@ import io.vorrang.client.Priority;
 import io.vorrang.client.Request;
 import io.vorrang.client.VorrangClient;
 
-class FirstClient {
+public class FirstClient {
   public static void main(String[] arguments) {
     try (var client = VorrangClient.builder().target("127.0.0.1:50051").build();
         var session = client.openSession()) {
