@@ -11,6 +11,8 @@ from typing import Any
 
 import structlog
 
+from engine.failure import trace_of
+
 log = structlog.get_logger("vorrang.engine")
 
 
@@ -37,4 +39,5 @@ class Afterwards:
             try:
                 function(*arguments)
             except Exception as error:
-                log.error("afterwards.failed", what=getattr(function, "__qualname__", ""), exc_info=error)
+                what, trace = getattr(function, "__qualname__", ""), trace_of(error, with_text=False)
+                log.error("afterwards.failed", what=what, exception=trace)

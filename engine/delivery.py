@@ -24,6 +24,7 @@ from engine.events import (
     SchedulerEvent,
     TokensSampled,
 )
+from engine.failure import trace_of
 from engine.handle import RequestHandle
 from engine.observer import EngineObserver
 from engine.request import FinishReason, RequestId
@@ -201,10 +202,16 @@ class Delivery:
             self._afterwards(self._observer.ended, handle.spec, event, ttft_s, total_s)
 
 
-def incident(what: str, error: Exception) -> InternalError:
-    """Log what nobody has foreseen; the error that is told carries the log line's id."""
+def incident(what: str, error: Exception, *, with_text: bool = False) -> InternalError:
+    """Log what nobody has foreseen; the error that is told carries the log line's id.
+
+    Args:
+        what: name of the event.
+        error: the failure.
+        with_text: log its words, too: no request's text can be in them.
+    """
     incident_id = secrets.token_hex(8)
-    log.error(what, incident_id=incident_id, exc_info=error)
+    log.error(what, incident_id=incident_id, exception=trace_of(error, with_text=with_text))
     return InternalError(incident_id)
 
 
@@ -241,7 +248,7 @@ def _log_end(handle: RequestHandle, event: Finished | Failed, ttft_s: float | No
     how = (
         {"reason": event.reason.value}
         if isinstance(event, Finished)
-        else {"reason": "failed", "error": type(event.error).__name__, "message": str(event.error)}
+        else {"reason": "failed", "error": type(event.error).__name__, "message": event.error.log_text}
     )
     usage = {
         name: round(value, 4) if isinstance(value, float) else value

@@ -5,6 +5,24 @@ table. Messages are written for the caller: they name field, rule and value and
 never hold internal text. This module knows nothing of gRPC.
 """
 
+import reprlib
+
+_SHOWN_CHARACTERS = 80
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = _SHOWN_CHARACTERS
+
+
+def shown_value(value: object) -> str:
+    """A value as a message may quote it: one short line, whatever it is and however large or deep."""
+    if isinstance(value, str):
+        value = value[: 2 * _SHOWN_CHARACTERS]
+    try:
+        shown = repr(value) if isinstance(value, str | float | bool) else _SHORT.repr(value)
+    except (ValueError, RecursionError):  # a number of thousands of digits; nested beyond all measure
+        shown = f"a {type(value).__name__} that is too large to be shown"
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[: _SHOWN_CHARACTERS - 3] + "..."
+
 
 class VorrangError(Exception):
     """Root of every error that is meant for a caller.
@@ -15,6 +33,11 @@ class VorrangError(Exception):
 
     retryable: bool = False
 
+    @property
+    def log_text(self) -> str:
+        """Its message for the log: without what the caller sent."""
+        return str(self)
+
 
 class InvalidRequest(VorrangError):
     """A field breaks a rule.
@@ -22,17 +45,20 @@ class InvalidRequest(VorrangError):
     Args:
         field: path of the field as the caller wrote it, such as ``sampling.temperature``.
         rule: what it must be, such as ``must be at least 0``.
-        value: what it was; shortened in the message.
+        value: what it was; shortened in the message. None = nothing was given, and nothing is said of it.
     """
 
     def __init__(self, field: str, rule: str, value: object) -> None:
-        shown = repr(value)
-        if len(shown) > 80:
-            shown = shown[:77] + "..."
-        super().__init__(f"{field} {rule}, got {shown}")
+        got = "" if value is None else f", got {shown_value(value)}"
+        super().__init__(f"{field} {rule}{got}")
         self.field = field
         self.rule = rule
         self.value = value
+
+    @property
+    def log_text(self) -> str:
+        """Which rule of which field; the value is the caller's own."""
+        return f"{self.field} {self.rule}"
 
 
 class EmptyPrompt(InvalidRequest):

@@ -70,6 +70,11 @@ class GrammarRefused(InvalidRequest):
     def __init__(self, spec: GrammarSpec, rule: str, value: object) -> None:
         super().__init__(spec.field, rule, value)
 
+    @property
+    def log_text(self) -> str:
+        """The field alone: a library's reason quotes the grammar."""
+        return f"{self.field} was refused"
+
 
 def shown(error: object) -> str:
     """A library's reason as one short line."""

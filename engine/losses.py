@@ -81,7 +81,7 @@ class Losses:
         A request that makes it raise again, alone, fails.
         """
         suspects = tuple(grant.request_id for grant in plan.grants)
-        command = LoseKv(suspects, from_outside=False, error=incident("step.failed", error))
+        command = LoseKv(suspects, from_outside=False, error=incident("step.failed", error, with_text=True))
         self._delivery.obey(command, self._clock.now())
 
     def step_made(self, now: float) -> None:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from report import plots, style
 from report.summary import RunSummary, at, band, classes_of, names_of, rates_of
+from timeline.printable import printable, printable_lines
+from timeline.secrecy import redacted
 from workloads.statistics import TARGETS, Target
 
 if TYPE_CHECKING:
@@ -164,7 +166,7 @@ def _facts(facts: Facts, summaries: Sequence[RunSummary], targets: Mapping[str, 
         "versions": ", ".join(f"{name} {value}" for name, value in facts.versions.items()),
     }
     body = "".join(f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in rows.items() if v)
-    command = f"<pre>{_text(facts.command)}</pre>" if facts.command else ""
+    command = f"<pre>{html.escape(printable_lines(facts.command))}</pre>" if facts.command else ""
     return f"<dl>{body}</dl>{command}"
 
 
@@ -219,12 +221,12 @@ def _range(values: Sequence[int]) -> str:
 
 
 def _text(text: str) -> str:
-    return html.escape(text)
+    return html.escape(printable(text))
 
 
 def command_line(arguments: Sequence[str]) -> str:
-    """Arguments as they would be typed."""
-    return shlex.join(arguments)
+    """Arguments as they would be typed, without the password of a URL."""
+    return redacted(shlex.join(arguments))
 
 
 _NOTES = (

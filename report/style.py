@@ -158,6 +158,7 @@ def reference(axes: "Axes", value: float, text: str, *, vertical: bool = True) -
 def _settings() -> Any:
     return {
         "svg.fonttype": "none",
+        "text.parse_math": False,  # a $ in a name is a $
         "font.family": "sans-serif",
         "font.size": 10,
         "axes.titlesize": 11,

@@ -5,6 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from timeline.printable import printable
 from workloads.classes import LEVELS, class_of
 from workloads.records import RequestRecord, Run, Sample
 from workloads.statistics import (
@@ -92,7 +93,7 @@ def summarise(run: Run, targets: Mapping[str, Target] = TARGETS) -> RunSummary:
             errors[record.error] = errors.get(record.error, 0) + 1
     num_good = sum(part.num_good for part in classes)
     return RunSummary(
-        name=run.name,
+        name=printable(run.name),
         offered_rps=run.offered_rps
         or per(len(records), max((r.request.arrival_s for r in records), default=0)),
         seed=run.seed,

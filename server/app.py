@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import structlog
 
 from engine.decisions.file import DecisionFile
+from engine.failure import trace_of
 from engine.lives.recorder import LifeRecorder
 from engine.loop import Engine
 from engine.observer import EngineObserver, all_of
@@ -306,7 +307,7 @@ class App:
         try:
             await engine.run()
         except Exception as error:
-            log.critical("engine.died", exc_info=error)
+            log.critical("engine.died", exception=trace_of(error, with_text=True))
         await self.health.set(serving=False)
         raise EngineDied
 

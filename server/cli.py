@@ -314,9 +314,10 @@ def trace(
     from engine.errors import VorrangError
     from server.trace import trace as make
     from timeline.picture import PictureUnavailable
+    from timeline.printable import printable_lines
 
     try:
-        print(make(log, output, image, every_step=every_step, window=_window(window)))  # noqa: T201
+        print(printable_lines(make(log, output, image, every_step=every_step, window=_window(window))))  # noqa: T201
     except (VorrangError, PictureUnavailable) as error:
         _fail(str(error))
     except OSError as error:
@@ -387,7 +388,10 @@ def _adapters(pairs: Sequence[str]) -> dict[str, str] | None:
 
 def _fail(message: str, code: int = 2) -> NoReturn:
     """A known failure: one line, no traceback."""
-    print(f"vorrang: {message}", file=sys.stderr)  # noqa: T201
+    from timeline.printable import printable
+    from timeline.secrecy import redacted
+
+    print(f"vorrang: {printable(redacted(message))}", file=sys.stderr)  # noqa: T201
     sys.exit(code)
 
 
@@ -403,13 +407,14 @@ def _print_table(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, 
             line = "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True))
             print(line.rstrip())  # noqa: T201
         return
-    from rich.console import Console
     from rich.table import Table
+
+    from timeline.console import PlainConsole
 
     table = Table(*header, title=title or None)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    PlainConsole().print(table)
 
 
 if __name__ == "__main__":

@@ -54,9 +54,8 @@ class ControlService:
         """What a server is given."""
         methods: dict[str, Any] = {
             "WatchDecisions": grpc.unary_stream_rpc_method_handler(
-                guard.wrap(self.watch_decisions, operators_only=True),
-                pb.WatchDecisionsRequest.FromString,
-                pb.WatchDecisionsResponse.SerializeToString,
+                guard.wrap(self.watch_decisions, pb.WatchDecisionsRequest, operators_only=True),
+                response_serializer=pb.WatchDecisionsResponse.SerializeToString,
             )
         }
         for name, call in (
@@ -70,9 +69,8 @@ class ControlService:
         ):
             request_class, response_class = (getattr(pb, f"{name}{kind}") for kind in ("Request", "Response"))
             methods[name] = grpc.unary_unary_rpc_method_handler(
-                guard.wrap(call, operators_only=True),
-                request_class.FromString,
-                response_class.SerializeToString,
+                guard.wrap(call, request_class, operators_only=True),
+                response_serializer=response_class.SerializeToString,
             )
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 

@@ -28,6 +28,7 @@ from server.convert_sampling import (
     sampling_of,
 )
 from server.errors import status_of
+from timeline.printable import has_controls
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
@@ -114,6 +115,7 @@ def draft_of(
     size = len(spec.label.encode())
     if size > MAX_LABEL_BYTES:
         raise InvalidRequest("label", f"must be at most {MAX_LABEL_BYTES} bytes", size)
+    check_plain("label", spec.label)
     sampling = sampling_of(spec.sampling, default_max_tokens)
     if spec.HasField("grammar"):
         sampling = dataclasses.replace(sampling, grammar=grammar_of(spec.grammar))
@@ -134,6 +136,16 @@ def draft_of(
         bad_words=bad_words_of(spec.sampling),
         adapter=spec.adapter,
     )
+
+
+def check_plain(field: str, text: str) -> None:
+    """Refuse text with control characters, line ends or marks that turn its direction: it is shown to people.
+
+    Raises:
+        InvalidRequest: it holds one.
+    """
+    if has_controls(text):
+        raise InvalidRequest(field, "must hold no control characters", text)
 
 
 def fingerprint(spec: types.GenerationSpec) -> bytes:

@@ -17,6 +17,7 @@ from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
 from engine import errors as e
+from engine.failure import trace_of
 from vorrang.v1 import errors_pb2
 
 DOMAIN = "vorrang"
@@ -163,11 +164,14 @@ def row_of(error: e.VorrangError) -> Row:
 
 
 def public(error: BaseException) -> e.VorrangError:
-    """The error as a caller may see it; one of ours stays, all others are logged and made opaque."""
+    """The error as a caller may see it; one of ours stays, all others are logged and made opaque.
+
+    Of those the log gets the place, not the words: they may hold what the caller sent.
+    """
     if isinstance(error, e.VorrangError) and any(cls in TABLE for cls in type(error).__mro__):
         return error
     incident_id = secrets.token_hex(8)
-    log.error("server.failed", incident_id=incident_id, exc_info=error)
+    log.error("server.failed", incident_id=incident_id, exception=trace_of(error, with_text=False))
     return e.InternalError(incident_id)
 
 

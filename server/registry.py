@@ -15,6 +15,7 @@ import structlog
 from engine.errors import ResumeOutOfRange
 from server.live_request import LiveRequest, Stream
 from server.sections import SessionSection
+from timeline.secrecy import SESSION_TOKEN_PREFIX
 
 _TOKEN_BYTES = 32
 
@@ -84,7 +85,7 @@ class Registry:
 
     def new_session(self, tenant: str, stream: SessionStream) -> SessionRecord:
         """A session of its own."""
-        record = SessionRecord(secrets.token_urlsafe(_TOKEN_BYTES), tenant, stream)
+        record = SessionRecord(SESSION_TOKEN_PREFIX + secrets.token_urlsafe(_TOKEN_BYTES), tenant, stream)
         self._sessions[record.token] = record
         return record
 

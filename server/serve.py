@@ -12,6 +12,7 @@ from typing import NoReturn
 import structlog
 
 from engine.errors import VorrangError
+from engine.failure import on_loop_failure
 from server import event_loop
 from server import log as logs
 from server.app import END_S_MAX, App, EngineDied, Ready
@@ -50,6 +51,7 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
 async def _serve(settings: Settings) -> None:
     app = App(settings, functools.partial(load, settings))
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(on_loop_failure)
 
     def draining(grace_s: float) -> None:
         # A step that never ends can't be interrupted in this process: then the process itself must end.

@@ -133,6 +133,7 @@ class SessionCommands:
         size = len(command.client_name.encode())
         if size > _MAX_CLIENT_NAME_BYTES:
             raise e.InvalidRequest("client_name", f"must be at most {_MAX_CLIENT_NAME_BYTES} bytes", size)
+        convert.check_plain("client_name", command.client_name)
         if command.revision > _REVISION:
             raise e.Unimplemented("open.revision")
         default_level = None

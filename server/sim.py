@@ -15,6 +15,7 @@ import structlog
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from engine.decisions.file import DecisionFile, DecisionLog, DecisionLogUnavailable, Line
 from engine.decisions.replay import Replay
@@ -36,6 +37,7 @@ from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
 from server.sim_options import EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
 from server.sim_report import report as report_command
+from timeline.console import PlainConsole
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
 from workloads.sources import TRACE_CLASSES, is_trace, workload_from
@@ -100,7 +102,7 @@ def run(
     ] = None,
 ) -> None:
     """Run a workload under one or more configurations and print how each class fared."""
-    console = Console(stderr=json_path == Path("-"))
+    console = PlainConsole(stderr=json_path == Path("-"))
     try:
         hardware = profile_named(profile)
         configurations = _configurations(compare, policy, discipline, settings or [])
@@ -117,7 +119,7 @@ def run(
             recording = _simulate(arrivals, hardware, num_blocks, configuration, driver, record)
             reports.append(report(configuration.name, recording, targets))
     except (InvalidRequest, InvalidWorkload, DecisionLogUnavailable) as error:
-        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
+        PlainConsole(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(EXIT_USAGE) from None
     title = f"{arrivals.name}: {len(arrivals.requests):,} requests on {hardware.description}"
     _show(console, title, reports, json_path)
@@ -129,7 +131,7 @@ app.command(name="report")(report_command)
 @app.command()
 def replay(log: Annotated[Path, typer.Argument(help="A decision log.")]) -> None:
     """Make every decision of a log again; name the first that differs."""
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = PlainConsole(soft_wrap=True, highlight=False)
     try:
         with DecisionLog(log) as decisions:
             done = _replay(decisions)
@@ -149,8 +151,8 @@ def replay(log: Annotated[Path, typer.Argument(help="A decision log.")]) -> None
 
 
 def _replay(decisions: DecisionLog) -> Replay:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    console = PlainConsole(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("replaying", total=decisions.path.stat().st_size)
 
@@ -218,12 +220,12 @@ def _simulate(
     runner = SimulatedRunner(hardware, num_blocks=num_blocks)
     config: SchedulerConfig = configuration.config
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
-        TextColumn("{task.fields[now]}"),
+        TextColumn("{task.fields[now]}", markup=False),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with Progress(*columns, console=PlainConsole(stderr=True), transient=True) as progress:
         task = progress.add_task(configuration.name, total=len(arrivals.requests), now="")
 
         def show(state: simulator.Progress) -> None:

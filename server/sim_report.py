@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from engine.errors import VorrangError
 from engine.sim.configurations import Value, parse_assignment, parse_configuration
@@ -21,6 +22,7 @@ from report.page import Facts, command_line, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import RunSummary, summarise
 from server.sim_options import EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from timeline.console import PlainConsole
 from workloads.arrivals import parse_rates
 from workloads.errors import InvalidWorkload
 from workloads.sources import TRACE_CLASSES, is_trace
@@ -69,7 +71,7 @@ def report(
     processes: Annotated[int | None, typer.Option(min=1, help="At a time; default: one a core.")] = None,
 ) -> None:
     """Simulate a workload under several policies, rates and seeds, and write one HTML file with plots."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     try:
         figure(1, 1)  # whether plots can be drawn is asked first, not after minutes
         hardware = profile_named(profile)
@@ -104,7 +106,7 @@ def report(
         )
         write_report(output, facts, summaries, targets)
     except (VorrangError, InvalidWorkload, PlotsUnavailable, OSError) as error:
-        Console(stderr=True).print(f"[red]{error}[/red]", highlight=False)
+        PlainConsole(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(EXIT_USAGE) from None
     console.print(f"{len(cells)} runs in {wall_s:.1f} s; written: {output}", highlight=False)
 
@@ -113,7 +115,12 @@ def _swept(
     console: Console, sweep: Sweep, reduce: "functools.partial[RunSummary]", processes: int | None
 ) -> list[RunSummary]:
     """All summaries, in the order of the cells."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
     done: dict[Cell, RunSummary] = {}
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("simulating", total=len(sweep.cells))

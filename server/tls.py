@@ -12,6 +12,7 @@ import grpc
 import structlog
 import watchfiles
 
+from engine.failure import trace_of
 from server.sections import TlsSection
 from server.settings import SettingsError
 
@@ -94,7 +95,7 @@ class TlsFiles:
             async for _ in changes:
                 self.reload()
         except Exception as error:  # a server with the certificates it has is better than none
-            log.error("tls.not_watched", exc_info=error)
+            log.error("tls.not_watched", exception=trace_of(error, with_text=True))
 
     def reload(self) -> bool:
         """Read the files again; returns whether they hold something new that is in order."""

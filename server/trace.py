@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.decisions.file import DecisionLog, Line
@@ -32,6 +31,7 @@ from engine.scheduler.decisions import (
 )
 from timeline.builder import Granted, RunBuilder
 from timeline.chrome import write
+from timeline.console import PlainConsole
 from timeline.run import Run
 from timeline.show import print_account
 
@@ -186,7 +186,7 @@ def explain(log: Path, request_id: str, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(account.as_json(), indent=2) + "\n")
     else:
-        print_account(Console() if sys.stdout.isatty() else Console(width=110), account)
+        print_account(PlainConsole() if sys.stdout.isatty() else PlainConsole(width=110), account)
 
 
 class _Last:
@@ -195,8 +195,8 @@ class _Last:
 
 def _replayed(log: Path, make: Callable[[], S]) -> S:
     sink = make()
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    console = PlainConsole(stderr=True)
     with (
         DecisionLog(log) as decisions,
         Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress,

@@ -8,6 +8,7 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from timeline.printable import printable
 from timeline.run import Cut, Paths, Run, Stay, Wait
 from timeline.sentences import duration
 
@@ -56,7 +57,13 @@ def draw(run: Run, path: Path) -> None:
     except ImportError:
         raise PictureUnavailable("an image needs matplotlib: pip install 'vorrang[report]'") from None
     with rc_context(
-        {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none", "hatch.linewidth": 0.6}
+        {
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "svg.fonttype": "none",
+            "text.parse_math": False,
+            "hatch.linewidth": 0.6,
+        }
     ):
         figure(run).savefig(path, dpi=_DPI, facecolor="white")
 
@@ -83,7 +90,7 @@ def figure(run: Run) -> "Figure":
     for axes in (seats, queue):
         axes.tick_params(axis="x", labelbottom=False)
     _legend(made, run)
-    made.suptitle(_title(run), fontsize=12, fontweight="bold", color=_INK)
+    made.suptitle(printable(_title(run)), fontsize=12, fontweight="bold", color=_INK)
     return made
 
 
@@ -169,7 +176,7 @@ def _label(axes: "Axes", one: Stay | Wait, row: float, texts: tuple[str, ...], *
         axes.text(
             (one.begin_s + one.end_s) / 2,
             row,
-            text,
+            printable(text),
             ha="center",
             va="center",
             fontsize=8,
@@ -185,7 +192,7 @@ def _label_beside(axes: "Axes", wait: Wait, row: float, next_s: float) -> None:
     text = f"{wait.request_id} comes, waits {duration(wait.end_s - wait.begin_s)}"
     if (next_s - wait.end_s) / _width_s(axes) * _LETTERS >= len(text) + 2:
         gap_s = _width_s(axes) / _LETTERS / 2
-        axes.text(wait.end_s + gap_s, row, text, ha="left", va="center", fontsize=8, color=_INK)
+        axes.text(wait.end_s + gap_s, row, printable(text), ha="left", va="center", fontsize=8, color=_INK)
 
 
 def _width_s(axes: "Axes") -> float:

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from timeline.account import Account
+from timeline.printable import printable
 from timeline.sentences import duration, headline, rows, sentences
 
 _COLORS = {
@@ -44,7 +45,7 @@ def bar(account: Account, width: int = _BAR_WIDTH) -> Text:
         at_s = (cell + 0.5) * end_s / width
         phase = next((i.phase for i in account.intervals if i.begin_s <= at_s < i.end_s), "")
         letter = _LETTERS.get(phase, ".")
-        text.append(letter, style=f"bold white on {_COLORS[phase]}" if phase else "dim")
+        text.append(letter, style=f"bold white on {_COLORS[phase]}" if phase in _COLORS else "dim")
     return text
 
 
@@ -57,13 +58,14 @@ def shown(account: Account) -> RenderableType:
     table.add_column("share", justify="right")
     table.add_column("why")
     for phase, why, seconds, share in rows(account):
-        letter, name = Text(_LETTERS[phase], style=_COLORS[phase]), Text(phase, style=_COLORS[phase])
-        table.add_row(letter, name, duration(seconds), f"{share:.1%}", Text(why))
+        style = _COLORS.get(phase, "")
+        letter, name = Text(_LETTERS.get(phase, "?"), style=style), Text(printable(phase), style=style)
+        table.add_row(letter, name, duration(seconds), f"{share:.1%}", Text(printable(why)))
     table.add_row("", Text("in all", style="bold"), duration(account.total_s), "100.0%", Text(""))
     story = Table.grid(padding=(0, 1))
     for sentence in sentences(account):
-        story.add_row("-", Text(sentence))
-    head = Text(headline(account), style="bold")
+        story.add_row("-", Text(printable(sentence)))
+    head = Text(printable(headline(account)), style="bold")
     return Group(head, Text(), bar(account), Text(), table, Text(), story)
 
 

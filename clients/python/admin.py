@@ -13,6 +13,8 @@ from clients.python import admin_view
 from clients.python.admin_client import ControlClient
 from clients.python.admin_types import Step
 from clients.python.command import DEFAULT_TARGET, EXIT_FAILED, Control, Target, run
+from timeline.console import PlainConsole
+from timeline.printable import printable
 
 app = typer.Typer(
     name="admin",
@@ -159,9 +161,9 @@ def _plain(answer: Any) -> Any:
 
 
 def _say(text: str) -> None:
-    print(text)  # noqa: T201
+    print(printable(text))  # noqa: T201
 
 
 def _console() -> Console:
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
-    return Console() if sys.stdout.isatty() else Console(width=_PLAIN_COLUMNS)
+    return PlainConsole() if sys.stdout.isatty() else PlainConsole(width=_PLAIN_COLUMNS)

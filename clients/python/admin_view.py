@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from clients.python.admin_types import Drained, LiveRequest, ServerInfo, ServerLoad, Step
+from timeline.printable import printable
 from workloads.classes import class_of
 
 STYLE_BY_CLASS = {"interactive": "bold yellow", "standard": "cyan", "batch": "blue"}
@@ -32,7 +33,7 @@ def info_table(info: ServerInfo) -> Table:
         ("longest request", f"{info.limits.max_request_tokens} tokens"),
         ("requests a session", info.limits.max_session_requests),
     ):
-        table.add_row(name, str(value))
+        table.add_row(name, plain(str(value)))
     return table
 
 
@@ -55,7 +56,9 @@ def load_table(load: ServerLoad) -> Table:
         table.add_column(heading, justify="right")
     for one in load.classes:
         counts = (one.num_running, one.num_waiting, one.num_preempted, one.num_parked)
-        table.add_row(Text(one.class_name, STYLE_BY_CLASS.get(one.class_name, "")), *map(str, counts))
+        table.add_row(
+            Text(printable(one.class_name), STYLE_BY_CLASS.get(one.class_name, "")), *map(str, counts)
+        )
     return table
 
 
@@ -72,9 +75,9 @@ def requests_table(requests: Sequence[LiveRequest]) -> Table:
     table.add_column("label")
     for request in requests:
         table.add_row(
-            request.server_request_id,
-            request.request_id,
-            request.tenant,
+            plain(request.server_request_id),
+            plain(request.request_id),
+            plain(request.tenant),
             Text(str(request.level), STYLE_BY_CLASS[class_of(request.level)]),
             state_text(request),
             str(request.usage.prompt_tokens),
@@ -82,15 +85,20 @@ def requests_table(requests: Sequence[LiveRequest]) -> Table:
             age_of(request),
             f"{request.usage.preemptions}x" if request.usage.preemptions else "",
             str(request.num_blocks or ""),
-            request.label,
+            plain(request.label),
         )
     return table
+
+
+def plain(text: str) -> Text:
+    """Text that somebody else chose, as it is: no markup, and control characters as escapes."""
+    return Text(printable(text))
 
 
 def state_text(request: LiveRequest) -> Text:
     """Where a request stands."""
     starved = " (starved)" if request.starved else ""
-    return Text(request.state.lower() + starved, STYLE_BY_STATE.get(request.state, ""))
+    return Text(printable(request.state.lower()) + starved, STYLE_BY_STATE.get(request.state, ""))
 
 
 def output_of(request: LiveRequest) -> str:
@@ -119,13 +127,16 @@ def step_line(step: Step) -> Text:
     if step.num_lost_steps:
         line.append(f"({step.num_lost_steps} steps not seen) ", "bold red")
     for grant in step.grants:
-        line.append(f"{grant.server_request_id}+{grant.num_tokens} ", STYLE_BY_CLASS[class_of(grant.level)])
+        line.append(
+            f"{printable(grant.server_request_id)}+{grant.num_tokens} ", STYLE_BY_CLASS[class_of(grant.level)]
+        )
     for preemption in step.preemptions:
         beneficiary = f" for {preemption.beneficiary_id}" if preemption.beneficiary_id else ""
         lost = f"{preemption.num_blocks} blocks, {preemption.num_lost_tokens} tokens lost"
         text = f" {preemption.server_request_id} preempted{beneficiary}: {preemption.reason}, {lost} "
-        line.append(text, "bold white on red")
+        line.append(printable(text), "bold white on red")
     gate = f", short of {step.bound_gate}" if step.bound_gate else ""
+    gate = printable(gate)
     line.append(f" [{step.num_waiting} wait{gate}; {step.num_free_blocks} blocks free]", "dim")
     return line
 

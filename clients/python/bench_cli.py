@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from clients.python.command import (
     DEFAULT_TARGET,
@@ -34,6 +33,8 @@ from clients.python.openai_load import OpenAiTarget, run_openai_load
 from report.page import Facts, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import summarise
+from timeline.console import PlainConsole
+from timeline.secrecy import redacted
 from workloads.arrivals import Workload, parse_rates
 from workloads.errors import InvalidWorkload
 from workloads.records import RequestRecord, Run, read_runs, write_runs
@@ -108,7 +109,7 @@ def bench(
     Exits with 1 when more than --max-failed of a run's requests failed. Ctrl-C ends the run under way; the
     report shows what was measured until then.
     """
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     with expected_failures():
         try:
             figure(1, 1)  # whether plots can be drawn is asked first, not after minutes
@@ -142,7 +143,7 @@ def bench(
             made, interrupted = run(watched_load(target, arrivals, options, seed, console))
         else:
             made = run(run_openai_load(other, arrivals, name=name))
-            made.command = shlex.join(["vorrangctl", *sys.argv[1:]])
+            made.command = redacted(shlex.join(["vorrangctl", *sys.argv[1:]]))  # it goes into files
         made.name, made.offered_rps = name, rate
         _print_failures(console, made)
         done.append(made)
@@ -241,7 +242,7 @@ def _facts(runs: Sequence[Run], source: str | None) -> Facts:
         title=f"{source or _joined(one.workload for one in runs)}: live",
         workload=_joined(one.workload for one in runs),
         server=_joined(one.server for one in runs),
-        command="\n".join(commands or [shlex.join(["vorrangctl", *sys.argv[1:]])]),
+        command="\n".join(commands or [redacted(shlex.join(["vorrangctl", *sys.argv[1:]]))]),
         versions=versions,
         notes=notes,
     )

@@ -22,6 +22,8 @@ from clients.python.request import RequestOptions, check_priority
 from clients.python.request_stream import RequestStream
 from clients.python.session import Session
 from clients.python.typed import TypedLines
+from timeline.console import PlainConsole
+from timeline.printable import printable
 
 HELP = "/priority NAME or LEVEL, at any time; /reset forgets, /quit leaves; Ctrl-C stops an answer"
 #: How long the server may take to confirm that an answer was stopped.
@@ -183,7 +185,7 @@ def converse(target: str, conversation: Conversation) -> None:
         KeyboardInterrupt: Ctrl-C at the prompt.
     """
     check_priority(conversation.priority)
-    console = Console()
+    console = PlainConsole()
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     waiting: deque[str] = deque()
     with asyncio.Runner() as runner:
@@ -231,7 +233,7 @@ def _answer(
         with view:
             runner.run(answer())
     except VorrangError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{printable(str(error))}\n")
     except KeyboardInterrupt:
         pass  # The view has shown that it was stopped.
     if typed_lines and typed_lines.buffer.text:

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from clients.python.errors import VorrangError
 from clients.python.progress import Progress, State
+from timeline.printable import printable, printable_lines
 
 #: Stands in an answer where it was preempted.
 MARK = "‖"
@@ -117,12 +118,12 @@ class PlainAnswer:
     def show(self, new: str) -> None:
         """Write what is new."""
         if new:
-            sys.stdout.write(new)
+            sys.stdout.write(printable_lines(new) if sys.stdout.isatty() else new)
             sys.stdout.flush()
         else:
             self.say(f"[{self._progress.describe()}]")
 
     def say(self, message: str) -> None:
         """Write something to stderr."""
-        sys.stderr.write(f"{message}\n")
+        sys.stderr.write(f"{printable(message)}\n")
         sys.stderr.flush()

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from clients.python import admin
 from clients.python.auth import hash_token
@@ -20,6 +19,7 @@ from clients.python.load_cli import load
 from clients.python.request import RequestOptions
 from clients.python.top import top
 from clients.python.watch import write_trace
+from timeline.console import PlainConsole
 
 main = typer.Typer(
     name="vorrangctl",
@@ -214,7 +214,7 @@ def demo(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
-    held = run(run_demo(options, Console() if sys.stdout.isatty() else Console(width=100)))
+    held = run(run_demo(options, PlainConsole() if sys.stdout.isatty() else PlainConsole(width=100)))
     raise typer.Exit(0 if held else EXIT_FAILED)
 
 
@@ -225,7 +225,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="All figures as JSON.")] = False,
 ) -> None:
     """Tell where the time of a request went: what it waited for, who overtook it, what that cost."""
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = PlainConsole() if sys.stdout.isatty() else PlainConsole(width=110)
     run(print_explanation(target, request_id, as_json=as_json, console=console))
 
 

@@ -14,6 +14,8 @@ import typer
 
 from clients.python.demo_server import ServerDied
 from clients.python.errors import InvalidRequest, VorrangError
+from timeline.printable import printable_lines
+from timeline.secrecy import redacted
 from workloads.errors import InvalidWorkload
 
 EXIT_FAILED = 1
@@ -68,7 +70,7 @@ class expected_failures:  # noqa: N801  # Reads as a statement where it is used.
 
 
 def _exit(message: str, code: int, error: BaseException) -> None:
-    sys.stderr.write(f"vorrangctl: {message}\n")
+    sys.stderr.write(f"vorrangctl: {printable_lines(redacted(message))}\n")
     raise typer.Exit(code) from error
 
 

@@ -15,6 +15,7 @@ from clients.python.events import Delta, QueueUpdate, Result
 from clients.python.progress import Progress
 from clients.python.request import RequestOptions
 from clients.python.session import Session
+from timeline.printable import printable, printable_lines
 
 _LOOK_S = 0.1
 
@@ -58,7 +59,7 @@ async def write_generated(
             if verbose and (progress.apply(event) or isinstance(event, QueueUpdate)):
                 _tell(progress)
             if isinstance(event, Delta) and is_only and not as_json:
-                sys.stdout.write(event.text)
+                sys.stdout.write(output_text(event.text))
                 sys.stdout.flush()
         _write(await stream.result(), is_only=is_only, as_json=as_json)
 
@@ -68,13 +69,18 @@ def _write(result: Result, *, is_only: bool, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(asdict(result)))
     elif not is_only:
-        texts = (f"--- {index}\n{output.text}" for index, output in enumerate(result.outputs))
+        texts = (f"--- {index}\n{output_text(output.text)}" for index, output in enumerate(result.outputs))
         sys.stdout.write("\n".join(texts))
     sys.stdout.write("\n")
     sys.stdout.flush()
     for line in () if as_json else logprob_lines(result):
         sys.stderr.write(f"{line}\n")
     sys.stderr.write(f"{usage_line(result)}\n")
+
+
+def output_text(text: str) -> str:
+    """What a model said, for standard output: as it is for a file or pipe, harmless for a terminal."""
+    return printable_lines(text) if sys.stdout.isatty() else text
 
 
 async def _tell_losses(session: Session, progress: Progress, *, verbose: bool) -> None:
@@ -87,7 +93,7 @@ async def _tell_losses(session: Session, progress: Progress, *, verbose: bool) -
 
 
 def _tell(progress: Progress) -> None:
-    sys.stderr.write(f"[{progress.describe()}]\n")
+    sys.stderr.write(f"[{printable(progress.describe())}]\n")
 
 
 def logprob_lines(result: Result) -> Iterator[str]:

@@ -14,6 +14,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from clients.python.command import (
     DEFAULT_TARGET,
@@ -29,6 +30,8 @@ from clients.python.load_report import LoadSummary, summarise
 from clients.python.load_state import LoadState
 from clients.python.load_view import LoadView, print_summary
 from clients.python.load_workload import Wish, parse_classes, workload_of
+from timeline.console import PlainConsole
+from timeline.secrecy import redacted
 from workloads.arrivals import Workload
 from workloads.errors import InvalidWorkload
 from workloads.records import Run, write_runs
@@ -125,7 +128,9 @@ def load(
     console = _console(to_stderr=json_file == Path("-"))
     unknown = tenants_without_token(workload, options.tokens)
     if unknown:
-        console.print(f"[yellow]{len(unknown)} tenants have no --tenant-token; they share one identity[/]")
+        console.print(
+            Text(f"{len(unknown)} tenants have no --tenant-token; they share one identity", "yellow")
+        )
     done, interrupted = run(watched_load(target, workload, options, seed, console))
     summary = summarise(done, targets=targets, interrupted=interrupted)
     with expected_failures():
@@ -145,7 +150,10 @@ async def watched_load(
     loop = asyncio.get_running_loop()
     state, stop = LoadState(), asyncio.Event()
     done = Run(
-        "load", offered_rps=_rate(workload), seed=seed, command=shlex.join(["vorrangctl", *sys.argv[1:]])
+        "load",
+        offered_rps=_rate(workload),
+        seed=seed,
+        command=redacted(shlex.join(["vorrangctl", *sys.argv[1:]])),
     )
     with _stopping(stop), LoadView(console, state, time.monotonic) as view:
         running = loop.create_task(run_load(target, workload, options, state=state, stop=stop, run=done))
@@ -226,4 +234,4 @@ def _rate(workload: Workload) -> float | None:
 def _console(*, to_stderr: bool) -> Console:
     stream = sys.stderr if to_stderr else sys.stdout
     # A file or pipe has no width of its own, and 80 columns would cut the tables.
-    return Console(file=stream) if stream.isatty() else Console(file=stream, width=_PLAIN_COLUMNS)
+    return PlainConsole(file=stream) if stream.isatty() else PlainConsole(file=stream, width=_PLAIN_COLUMNS)

@@ -36,7 +36,9 @@ class LoadView:
         self._state = state
         self._now_s = now_s
         self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(40), TextColumn("{task.fields[note]}")
+            TextColumn("{task.description}", markup=False),
+            BarColumn(40),
+            TextColumn("{task.fields[note]}", markup=False),
         )
         self._task = self._bar.add_task("due", note="")
         self._live: Live | None = None

@@ -21,6 +21,7 @@ from clients.python.admin_view import STYLE_BY_CLASS
 from clients.python.errors import AccessDenied, Unimplemented, VorrangError
 from clients.python.top_dialogs import AskPriority, ConfirmCancel
 from clients.python.top_state import COLUMNS, Board, Reading
+from timeline.printable import printable
 from workloads.classes import class_of
 
 #: Requests that are listed at most: more than fit on a screen.
@@ -173,9 +174,11 @@ class TopApp(App[VorrangError | None]):
         try:
             found = await self._client.cancel_request(request_id)
         except VorrangError as error:
-            self.notify(str(error), severity="error")
+            self.notify(top_view.explanation(error), severity="error", markup=False)
         else:
-            self.notify(f"{request_id} is cancelled" if found else f"{request_id} has ended before")
+            name = printable(request_id)
+            said = f"{name} is cancelled" if found else f"{name} has ended before"
+            self.notify(said, markup=False)
         await self._look()
 
     @work(group="dialog", exclusive=True)
@@ -190,9 +193,9 @@ class TopApp(App[VorrangError | None]):
         try:
             level = await self._client.set_priority(request.server_request_id, priority)
         except (VorrangError, ValueError) as error:
-            self.notify(top_view.explanation(error), severity="error")
+            self.notify(top_view.explanation(error), severity="error", markup=False)
         else:
-            self.notify(f"{request.server_request_id} has level {level}")
+            self.notify(printable(f"{request.server_request_id} has level {level}"), markup=False)
         await self._look()
 
     @on(DataTable.HeaderSelected)

@@ -11,13 +11,16 @@ from textual.widgets import Button, Input, Static
 
 from clients.python.admin_types import LiveRequest
 from clients.python.admin_view import output_of
+from timeline.printable import printable
 
 
 def described(request: LiveRequest) -> str:
     """A request on one line."""
     name = f" ({request.request_id})" if request.request_id else ""
     tenant = f" of {request.tenant}" if request.tenant else ""
-    return f"{request.server_request_id}{name}{tenant}: level {request.level}, {output_of(request)} tokens"
+    return printable(
+        f"{request.server_request_id}{name}{tenant}: level {request.level}, {output_of(request)} tokens"
+    )
 
 
 class ConfirmCancel(ModalScreen[bool]):

@@ -8,6 +8,7 @@ from clients.python.admin_types import LiveRequest, ServerInfo
 from clients.python.admin_view import STYLE_BY_CLASS, age_of, output_of, state_text
 from clients.python.errors import InvalidRequest
 from clients.python.top_state import Board, bar_text, curve_text
+from timeline.printable import printable
 from workloads.classes import class_of
 
 _BAR_WIDTH, _CURVE_WIDTH = 24, 40
@@ -21,11 +22,14 @@ def head(board: Board, info: ServerInfo, target: str, width: int) -> Group:
 
 def _title(board: Board, info: ServerInfo, target: str) -> Text:
     title = Text.assemble(
-        ("Vorrang ", "bold"), f"{info.model} at {target}", (f"  policy {info.policy}", "dim"), no_wrap=True
+        ("Vorrang ", "bold"),
+        printable(f"{info.model} at {target}"),
+        (printable(f"  policy {info.policy}"), "dim"),
+        no_wrap=True,
     )
     if board.trouble:
         title.append("   reconnecting ", "bold white on red")
-        title.append(f" {board.trouble}", "red")
+        title.append(f" {printable(board.trouble)}", "red")
     elif board.latest is not None and board.latest.load.draining:
         title.append("   draining ", "bold black on yellow")
     elif board.latest is None:
@@ -90,7 +94,7 @@ def classes(board: Board) -> Table:
         num_shown = min(one.num_queued, _CURVE_WIDTH)
         more = "…" if one.num_queued > num_shown else ""
         table.add_row(
-            Text(one.class_name + mark, style),
+            Text(printable(one.class_name) + mark, style),
             *(Text(str(count), "" if count else "dim") for count in counts),
             Text("▪" * num_shown + more, style),
         )
@@ -106,7 +110,7 @@ def cells(request: LiveRequest) -> tuple[Text, ...]:
     return (
         right(str(request.level), STYLE_BY_CLASS[class_of(request.level)]),
         _state(request),
-        Text(request.server_request_id),
+        Text(printable(request.server_request_id)),
         Text(_shortened(request.request_id)),
         Text(_shortened(request.tenant)),
         right(str(request.usage.prompt_tokens)),
@@ -129,9 +133,10 @@ def _state(request: LiveRequest) -> Text:
 def explanation(error: Exception) -> str:
     """An error in a few words, for a message that goes away."""
     if isinstance(error, InvalidRequest) and error.violations:
-        return "; ".join(f"{v.field} {v.description}" for v in error.violations)
-    return str(error)
+        return printable("; ".join(f"{v.field} {v.description}" for v in error.violations))
+    return printable(str(error))
 
 
 def _shortened(text: str, length: int = 18) -> str:
+    text = printable(text)
     return text if len(text) <= length else f"{text[: length - 1]}…"

@@ -23,6 +23,7 @@ from engine.decisions.codec import (
     record_line,
 )
 from engine.errors import VorrangError
+from engine.failure import trace_of
 from engine.scheduler.decisions import Call, Origin, Record
 
 #: Records that may wait to be written.
@@ -133,7 +134,8 @@ class DecisionFile:
         if self._end == "closed":  # the first reason counts
             self._end = reason
             self._is_open = False
-            log.warning("decisions.recording_stopped", reason=reason, path=str(self.path), exc_info=error)
+            trace = {} if error is None else {"exception": trace_of(error, with_text=True)}
+            log.warning("decisions.recording_stopped", reason=reason, path=str(self.path), **trace)
 
     def _write_all(self) -> None:
         """Runs on the thread; goes on taking records after a stop, so that nobody waits for it."""

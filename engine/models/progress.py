@@ -21,10 +21,11 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         nonlocal done, bar, task
         done += num_bytes
         if bar is None and time.monotonic() - begun > _AFTER_S:
-            from rich.console import Console
             from rich.progress import Progress
 
-            bar = Progress(console=Console(file=sys.stderr))
+            from timeline.console import PlainConsole
+
+            bar = Progress(console=PlainConsole(file=sys.stderr))
             bar.start()
             task = bar.add_task(what, total=total_bytes)
         if bar is not None:

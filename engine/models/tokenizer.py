@@ -99,7 +99,10 @@ class HfTokenizer:
             text: str = self._chat_tokenizer().apply_chat_template(
                 conversation, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # what the template does with them
+        except RecursionError:
+            raise InvalidRequest("messages", "must not hold tools nested so deep", len(messages)) from None
+        except (TemplateError, TypeError, LookupError, ArithmeticError, AttributeError, ValueError) as error:
+            # What the template does with them.
             raise InvalidRequest(
                 "messages",
                 f"must suit the model's chat template ({error})",
@@ -186,7 +189,9 @@ def _tools(tools_json: str) -> list[Any] | None:
     try:
         tools = json.loads(tools_json)
     except ValueError as error:
-        raise InvalidRequest("tools_json", "must be a JSON array", tools_json) from error
+        raise InvalidRequest("tools_json", "must be a JSON array", tools_json[:100]) from error
+    except RecursionError:
+        raise InvalidRequest("tools_json", "must not be nested so deep", tools_json[:100]) from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequest("tools_json", "must be a JSON array of objects", tools_json)
+        raise InvalidRequest("tools_json", "must be a JSON array of objects", tools_json[:100])
     return tools

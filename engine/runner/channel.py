@@ -10,11 +10,11 @@ import select
 import socket
 import struct
 import threading
-import traceback
 from collections import deque
 from typing import Any
 
 from engine.errors import VorrangError
+from engine.failure import REMOTE, trace_of
 
 Message = tuple[Any, ...]
 
@@ -117,7 +117,7 @@ def pack_error(error: BaseException) -> PackedError:
 
     What can't be sent as it is becomes a ``RemoteError`` with its words.
     """
-    text = "".join(traceback.format_exception(error))
+    text = trace_of(error, with_text=False)
     packed = (type(error), error.args, dict(error.__dict__), text)
     try:
         pickle.loads(pickle.dumps(packed))  # noqa: S301
@@ -133,5 +133,5 @@ def unpack_error(packed: PackedError) -> BaseException:
     error.args = args
     error.__dict__.update(attributes)
     if not isinstance(error, VorrangError):  # those are for callers, who get no internal text
-        error.add_note(f"in the runner's process:\n{text}")
+        error.add_note(f"{REMOTE}{text}")
     return error

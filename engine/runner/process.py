@@ -18,6 +18,7 @@ import structlog
 
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
+from engine.failure import trace_of
 from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
@@ -258,7 +259,8 @@ class ProcessRunner:
                 return await Child.start(self._source, self._pool, limits, self._received)
             except Exception as error:  # whatever the model or the machine has against it now
                 why = str(error)
-                log.error("runner.start_failed", attempt=self._num_in_a_row, exc_info=error)
+                trace = trace_of(error, with_text=True)
+                log.error("runner.start_failed", attempt=self._num_in_a_row, exception=trace)
 
     def _tell_of_loss(self) -> None:
         """Every plan that is still wanted is lost; the process died of the oldest one it had, if of any."""

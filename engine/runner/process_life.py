@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import structlog
 
+from engine.failure import log_strays
 from engine.runner.base import ModelBroken
 from engine.runner.channel import BEAT, LOG, BlockingChannel
 
@@ -75,10 +76,11 @@ def begin() -> BlockingChannel:
     ends when that process does. Log lines go through the channel.
     """
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     _die_with(parent_pid)
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # says where it is, and goes on
     channel = BlockingChannel(socket.socket(fileno=fd))
     _log_to(channel)
     return channel
@@ -124,11 +126,13 @@ def _log_to(channel: BlockingChannel) -> None:
     """Lines go to the server, which writes them among its own."""
 
     def send(_logger: Any, method: str, event: Any) -> NoReturn:
+        event.pop("exc_info", None)  # whoever logs a failure says it in words, by ``trace_of``
         values = {key: value if _is_plain(value) else repr(value) for key, value in event.items()}
         channel.send((LOG, method, values))
         raise structlog.DropEvent
 
-    structlog.configure(processors=[structlog.processors.format_exc_info, send])
+    structlog.configure(processors=[send])
+    log_strays(structlog.get_logger("vorrang.runner"))
 
 
 def _is_plain(value: object) -> bool:

@@ -6,11 +6,13 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from tests.support import canaries
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds after which a program that is to end by itself hangs, however busy the machine.
@@ -70,21 +72,27 @@ def _run(command: list[str], env: dict[str, str], timeout_s: float) -> "subproce
 
 @contextlib.contextmanager
 def server_process(
-    *arguments: str, model: str | None = "scripted", log: Path | None = None
+    *arguments: str,
+    model: str | None = "scripted",
+    log: Path | None = None,
+    module: Sequence[str] = ("server.cli",),
+    extra: Mapping[str, str] | None = None,
 ) -> Iterator[ServerProcess]:
-    """A server on a free port, killed on the way out if it is still there.
+    """A server on a free port, killed on the way out if it is still there; its log must hold no secret.
 
     Args:
         arguments: further ones of ``vorrang serve``.
         model: None = the default.
         log: file for its log; without one a pipe takes it, which nobody empties: 64 KiB are too many.
+        module: what runs instead of ``server.cli``, with its own first arguments.
+        extra: of the environment.
     """
-    command = [sys.executable, "-m", "server.cli", "serve", "--listen", "127.0.0.1:0"]
+    command = [sys.executable, "-m", *module, "serve", "--listen", "127.0.0.1:0"]
     with (
         contextlib.ExitStack() as stack,
         subprocess.Popen(
             [*command, *(() if model is None else ("--model", model)), *arguments],
-            env=environment(),
+            env=environment(extra),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE if log is None else stack.enter_context(log.open("w")),
@@ -99,4 +107,5 @@ def server_process(
             yield ServerProcess(process, match[1], line)
         finally:
             process.kill()
-            process.communicate()
+            _, logged = process.communicate()
+            canaries.check(log.read_text(errors="replace") if log is not None else logged, "the server's log")

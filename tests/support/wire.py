@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 from google.rpc import error_details_pb2, status_pb2
 
+from tests.support import canaries
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import generation_pb2_grpc as gen_grpc
 from vorrang.v1 import types_pb2 as types
@@ -208,6 +209,7 @@ def status_in(error: grpc.aio.AioRpcError) -> status_pb2.Status:
     status = status_pb2.Status.FromString(raw)
     assert status.code == error.code().value[0]
     assert status.message == error.details()
+    canaries.check(f"{status} {error.trailing_metadata()}", "a status")
     return status
 
 

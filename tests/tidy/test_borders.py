@@ -66,3 +66,17 @@ def test_the_scheduler_reads_no_clock_and_no_randomness():
 
 def test_the_version_stays_on_the_line_the_kernels_name_was_checked_for():
     assert 'version = "0.1.' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_failures_are_logged_by_their_places_alone():
+    """``exc_info`` and its like format what a request said, and a library's renderer its variables, too."""
+    packages = ("server", "engine", "kv", "kernels", "timeline")
+    for path in (path for package in packages for path in (ROOT / package).rglob("*.py")):
+        if path.name in ("log.py", "failure.py"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                assert "exc_info" not in {keyword.arg for keyword in node.keywords}, path
+                name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
+                assert name not in ("print_exc", "format_exc", "format_exception"), path
+                assert name != "exception" or not node.args, path  # a logger's, not a future's

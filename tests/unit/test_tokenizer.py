@@ -203,6 +203,38 @@ def test_tools_that_are_no_array_of_objects_are_refused(tools_json, tiny):
         tiny.encode_chat([ChatMessage("user", "x")], tools_json=tools_json)
 
 
+@pytest.mark.parametrize(
+    "tools_json",
+    [
+        "[" * 5_000,
+        "[" * 4_000_000,
+        '[{"a":' * 50_000,
+        '[{"a": ' + "1" * 5_000 + "}]",
+        '[{"a": 1e999999}]{',
+        "\udc80",
+    ],
+    ids=["deep", "long", "objects", "number", "tail", "surrogate"],
+)
+def test_tools_that_no_parser_can_take_are_refused_as_any_other(tools_json, tiny):
+    with pytest.raises(InvalidRequest, match=r"tools_json must"):
+        tiny.encode_chat([ChatMessage("user", "x")], tools_json=tools_json)
+
+
+def test_tools_nested_deep_are_written_or_refused(folder):
+    (folder / "chat_template.jinja").write_text("{{ tools | tojson }}")
+    tokenizer = HfTokenizer(folder)
+    outcomes = []
+    for depth in (10, 100, 300, 500, 700, 900, 950, 980):
+        tools = '[{"a": ' + "[" * depth + "]" * depth + "}]"
+        try:
+            tokenizer.encode_chat([ChatMessage("user", "x")], tools_json=tools)
+            outcomes.append("written")
+        except InvalidRequest as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == "written"
+    assert all(outcome == "written" or "tools" in outcome for outcome in outcomes)
+
+
 def test_tools_that_the_template_cannot_write_are_the_callers_fault(folder):
     (folder / "chat_template.jinja").write_text("{% for t in tools or [] %}{{ t['name'] + 'x' }}{% endfor %}")
     tokenizer, chat = HfTokenizer(folder), [ChatMessage("user", "x")]

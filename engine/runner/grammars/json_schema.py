@@ -54,6 +54,13 @@ def check_schema(spec: GrammarSpec) -> None:
         root = json.loads(spec.text)
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(spec, f"must be JSON ({error})", spec.text) from error
+    try:
+        _check(spec, root)
+    except (TypeError, AttributeError, RecursionError) as error:  # a keyword holds what no schema has there
+        raise GrammarRefused(spec, "must be a JSON schema", spec.text) from error
+
+
+def _check(spec: GrammarSpec, root: Any) -> None:
     for place, schema in _schemas(root):
         if isinstance(schema, bool):
             continue
