@@ -166,7 +166,7 @@ class InBulk:
         num_decodes = len(step.decodes)
         num_kv_tokens = sum([request.num_computed_tokens for request in step.decodes]) + num_decodes
         end = now + self._runner.mixed_s(num_decodes, num_kv_tokens, step.grants)
-        self._recorder.mixed(num_decodes, step.grants, now, end)
+        self._recorder.mixed(step.decodes, step.grants, now, end)
         arrivals.join(end)
         self._recorder.happened(self._scheduler.end(step, end), end)
         while end < until and (later := self._pass_stretch(end, until, arrivals.next_s)) > end:
@@ -195,6 +195,6 @@ class InBulk:
             times.append(now)
         if len(times) == 1:
             return now
-        self._recorder.stretched(times)
+        self._recorder.stretched(stretch.requests, times)
         self._recorder.happened(self._scheduler.pass_stretch(len(times) - 1, times[-2], now), now)
         return now
