@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
-from engine.events import Failed, Finished, Preempted, RequestEvent, SchedulerEvent, TokensSampled
+from engine.events import Failed, Finished, Preempted, RequestEvent, SchedulerEvent
+from engine.request import Request
 from engine.scheduler.plan import Grant
 from engine.sim.recorder import Recorder
 from workloads.records import RequestRecord
@@ -42,9 +43,11 @@ class _Stalls:
 
 
 class BulkRecorder(Recorder):
-    """A recorder that is told of decodes by their number.
+    """A recorder that is told of decodes by who makes them, once a step.
 
-    Invariant: whoever decodes is in ``_since``.
+    Invariant: ``_since`` holds exactly those of the last step's decodes that have not stopped since. So who
+    is new among a step's decodes follows from the step itself, however it came to decode: by a
+    first token, or because a resume left nothing but the last one to be computed.
     """
 
     def __init__(self) -> None:
@@ -53,66 +56,68 @@ class BulkRecorder(Recorder):
         self._end_s = 0.0  # of the last of them
         self._stalls = _Stalls()
         self._since: dict[str, int] = {}  # the first step in which a request decodes, by id
-        self._fresh: dict[str, RequestRecord] = {}  # those of them that have not decoded yet
         self._levels: Counter[int] = Counter()  # of all of them
 
     def happened(self, events: Sequence[SchedulerEvent | RequestEvent], now: float) -> None:
-        """Events of the scheduler. Whoever gets a token by one decodes from then on."""
-        if not events:
-            return
+        """Events of the scheduler."""
         records = self.recording.records
         for event in events:
             if isinstance(event, _STOPPED) and event.request_id in self._since:
                 self._stop(records[event.request_id])
         super().happened(events, now)
-        for event in events:
-            if isinstance(event, TokensSampled) and (record := records[event.request_id]).ended_s is None:
-                self._since[event.request_id] = self._num_steps
-                self._fresh[event.request_id] = record
-                self._levels[record.request.level] += 1
 
-    def mixed(self, num_decodes: int, grants: Sequence[Grant], start_s: float, end_s: float) -> None:
-        """A step of so many decodes, and of grants to others, was computed; see ``stepped``."""
+    def mixed(
+        self, decodes: Sequence[Request], grants: Sequence[Grant], start_s: float, end_s: float
+    ) -> None:
+        """A step of these decodes, and of grants to others, was computed; see ``stepped``."""
         waiting = self._most_urgent_waiting()
         is_inverted = self._computed(grants, waiting)
-        if num_decodes:
-            assert num_decodes == len(self._since)
-            self.recording.num_computed_tokens += num_decodes
+        if decodes:
+            self.recording.num_computed_tokens += len(decodes)
+            self._decoded(decodes, end_s)
             is_inverted = is_inverted or self._overtakes(waiting)
-            self._decoded(end_s)
         self._passed(start_s, end_s, is_inverted=is_inverted)
 
-    def stretched(self, starts_and_ends: Sequence[float]) -> None:
+    def stretched(self, decodes: Sequence[Request], starts_and_ends: Sequence[float]) -> None:
         """Steps of the same decodes were computed, and nothing else.
 
         Args:
+            decodes: who computed a token in each of them.
             starts_and_ends: when the first began and each of them ended.
         """
         recording = self.recording
         durations_s = [end_s - start_s for start_s, end_s in pairwise(starts_and_ends)]
+        self._decoded(decodes, starts_and_ends[1])
         is_inverted = self._overtakes(self._most_urgent_waiting())
         for duration_s in durations_s:
             recording.busy_s += duration_s
             recording.inversion_s += duration_s * is_inverted
         recording.num_steps += len(durations_s)
-        recording.num_computed_tokens += len(durations_s) * len(self._since)
+        recording.num_computed_tokens += len(durations_s) * len(decodes)
         recording.end_s = starts_and_ends[-1]
-        self._decoded(starts_and_ends[1])
         if len(durations_s) > 1:  # nobody comes or goes in between, so one gap stands for all
             self._num_steps += len(durations_s) - 1
             self._stalls.add(self._num_steps - 1, max(durations_s[1:]))
             self._end_s = starts_and_ends[-1]
 
-    def _decoded(self, end_s: float) -> None:
+    def _decoded(self, decodes: Sequence[Request], end_s: float) -> None:
         """A step that had decodes has ended."""
-        if self._fresh:
-            for record in self._fresh.values():
-                assert record.last_token_s is not None
-                record.longest_stall_s = max(record.longest_stall_s, end_s - record.last_token_s)
-            self._fresh.clear()
+        since = self._since
+        if len(decodes) != len(since):
+            for request in decodes:
+                if request.request_id not in since:
+                    since[request.request_id] = self._num_steps
+                    self._begin(self.recording.records[request.request_id], end_s)
+            assert len(decodes) == len(since), "somebody stopped to decode and nobody was told"
         self._stalls.add(self._num_steps, end_s - self._end_s)
         self._end_s = end_s
         self._num_steps += 1
+
+    def _begin(self, record: RequestRecord, end_s: float) -> None:
+        """It decodes, and gets the first token of these at ``end_s``."""
+        assert record.last_token_s is not None
+        record.longest_stall_s = max(record.longest_stall_s, end_s - record.last_token_s)
+        self._levels[record.request.level] += 1
 
     def _overtakes(self, waiting: int | None) -> bool:
         """Whether anybody decodes that is less urgent than this level."""
@@ -122,11 +127,8 @@ class BulkRecorder(Recorder):
         """It decodes no more."""
         request = record.request
         first = self._since.pop(request.request_id)
-        self._fresh.pop(request.request_id, None)
         self._levels[request.level] -= 1
         num_tokens = self._num_steps - first
-        if num_tokens == 0:
-            return
         record.num_output_tokens += num_tokens
         record.last_token_s = self._end_s
         if num_tokens > 1:

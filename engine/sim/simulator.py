@@ -6,8 +6,8 @@ Two drivers, one result:
 - ``simulate_engine`` runs ``Engine`` itself, its loop, inbox, handles and text, in
   an event loop whose time jumps: for fidelity. A test holds the two to the same plans.
 
-Arrivals are seen before the first step that is planned at or after their time; a
-step that is under way is never disturbed.
+Requests join the queue when they arrive, and are seen by the first step that is planned
+at or after that; a step that is under way is never disturbed.
 """
 
 import asyncio
@@ -28,12 +28,15 @@ from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from engine.sim.bulk_recorder import BulkRecorder
-from engine.sim.drivers import Driver, EachStep, InBulk, PlanObserver
+from engine.sim.drivers import Arrivals, Driver, EachStep, InBulk, PlanObserver
 from engine.sim.recorder import Recorder, Recording
 from engine.sim.requests import BlockHashes, spec_of
 from engine.sim.virtual_time import VirtualTimeLoop, run_in_virtual_time
 from kv.block_manager import BlockManager
 from workloads.arrivals import Workload
+
+#: Arrivals closer than that come together: the clock's sums of floats differ by less.
+_AT_ONCE_S = 1e-9
 
 
 class SimulationStuck(VorrangError):
@@ -103,38 +106,29 @@ def simulate(
     if step_by_step or plans_ahead or on_plan or decisions or config.speculation_tokens:
         scheduler = RecordingScheduler(config, blocks, decisions) if decisions else Scheduler(config, blocks)
         recorder = Recorder()
-        driver = EachStep(scheduler, runner, recorder, on_plan)
+        driver = EachStep(scheduler, runner, recorder, on_plan, plans_ahead)
     else:
         scheduler = bulk_scheduler = BulkScheduler(config, blocks, OUTPUT)
         recorder = bulk_recorder = BulkRecorder()
         driver = InBulk(bulk_scheduler, runner, bulk_recorder, hashes)
-    coming = deque(workload.requests)
+    arrivals = Arrivals(workload, driver, recorder)
     planned_at = deque([0.0] * (plans_ahead + 1), maxlen=plans_ahead + 1)
     now = 0.0
     next_progress = 1024
     next_sample_s = 0.0 if math.isfinite(sample_every_s) else math.inf
-    while coming or scheduler.has_requests:
+    while arrivals or scheduler.has_requests:
         planned_at.append(now)
-        seen_until = planned_at[0] if scheduler.has_requests else now
-        while coming and coming[0].arrival_s <= seen_until:
-            request = coming.popleft()
-            try:
-                displaced = driver.submit(request)
-            except VorrangError as error:
-                recorder.refused(request, error)
-            else:
-                recorder.arrived(request)
-                recorder.happened(displaced, request.arrival_s)
+        arrivals.join(planned_at[0] if scheduler.has_requests else now)
         events, computes = driver.plan(now)
         recorder.happened(events, now)
         if not computes:
-            if coming:
-                now = max(now, coming[0].arrival_s)
+            if arrivals:
+                now = max(now, arrivals.next_s)
             elif scheduler.has_requests and not events:
                 left = f"{scheduler.num_running} running, {scheduler.num_waiting} waiting"
                 raise SimulationStuck(f"the next step, at {now:.3f} s, plans nothing: {left}")
             continue
-        now = driver.make(now, min(next_sample_s, coming[0].arrival_s if coming else math.inf))
+        now = driver.make(now, next_sample_s, arrivals)
         if check_integrity:
             scheduler.check_integrity()
         if now >= next_sample_s:
@@ -143,7 +137,7 @@ def simulate(
         if on_progress is not None and recorder.recording.num_steps >= next_progress:
             next_progress = recorder.recording.num_steps + 1024
             num_alive = scheduler.num_running + scheduler.num_waiting
-            on_progress(Progress(now, len(workload.requests) - len(coming), num_alive))
+            on_progress(Progress(now, len(workload.requests) - len(arrivals), num_alive))
     return recorder.recording
 
 
@@ -196,7 +190,8 @@ async def _serve(
 
     async def arrive() -> None:
         for request in workload.requests:
-            await asyncio.sleep(request.arrival_s - clock.now())
+            if (delay_s := request.arrival_s - clock.now()) > _AT_ONCE_S:
+                await asyncio.sleep(delay_s)
             try:
                 engine.submit(spec_of(request), take)
             except VorrangError as error:

@@ -9,7 +9,7 @@ from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import InvalidSetting
 from engine.sim.configurations import available_presets, parse_assignment, parse_configuration
 from engine.sim.metrics import report
-from engine.sim.profiles import profile_named
+from engine.sim.profiles import fixed_step, profile_named
 from engine.sim.simulator import simulate, simulate_engine
 from engine.sim.virtual_time import TimeStandsStill, VirtualTimeLoop, run_in_virtual_time
 from workloads.arrivals import Arrival, Workload
@@ -113,6 +113,31 @@ def test_the_direct_driver_decides_exactly_what_the_engine_decides(name, seed):
         assert record.first_token_s == pytest.approx(other.first_token_s, abs=1e-6)
         assert record.last_token_s == pytest.approx(other.last_token_s, abs=1e-6)
         assert record.longest_stall_s == pytest.approx(other.longest_stall_s, abs=1e-6)
+
+
+@pytest.mark.parametrize("drive", [simulate, functools.partial(simulate, step_by_step=True), simulate_engine])
+def test_who_arrives_in_a_step_joins_the_queue_before_its_tokens_are_charged(drive):
+    """Under ``fair`` the counters at that moment decide who comes first."""
+    workload = Workload(
+        "tenants",
+        (
+            Arrival(0, 0.0, 4, 5, tenant="a"),
+            Arrival(1, 0.0, 4, 5, tenant="a"),
+            Arrival(2, 4.5, 4, 5, tenant="b"),
+        ),
+    )
+    every_second = SimulatedRunner(fixed_step(1.0, 100))
+    recording = drive(workload, every_second, config("fair:max_running_requests=1"))
+    assert [record.queued_s for record in recording.records.values()] == pytest.approx([0.0, 10.0, 0.5])
+
+
+@DRIVERS
+def test_who_arrives_at_the_same_time_is_looked_at_together(drive):
+    workload = Workload("pair", (Arrival(0, 2.5, 4, 1, level=10), Arrival(1, 2.5, 4, 1, level=-10)))
+    recording = drive(
+        workload, SimulatedRunner(fixed_step(1.0, 100)), config("priority:max_running_requests=1")
+    )
+    assert [record.queued_s for record in recording.records.values()] == pytest.approx([1.0, 0.0])
 
 
 @DRIVERS
