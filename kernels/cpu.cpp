@@ -17,6 +17,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_threads.hpp"
+
 #define INLINE static inline __attribute__((always_inline))
 
 namespace {
@@ -26,7 +28,23 @@ constexpr i64 kLanes = 16;    // floats of a vec, columns of a weight panel
 constexpr i64 kPage = 16;     // tokens of a KV page
 constexpr float kInfinity = __builtin_inff();
 
-int num_threads = 1;
+threads::Team& team()
+{
+    static threads::Team* const team = new threads::Team;  // for good: its threads may outlive what ends a process
+    return *team;
+}
+
+// work(row) for every row, `part_rows` of them at a time shared between threads.
+template <class Work> void for_rows(i64 num_rows, i64 part_rows, const Work& work)
+{
+    team().run((num_rows + part_rows - 1) / part_rows, [&](i64 part) {
+        const i64 end = std::min(num_rows, (part + 1) * part_rows);
+        for (i64 row = part * part_rows; row < end; row++) work(row);
+    });
+}
+
+// Rows of `n` elements that are worth a part.
+i64 rows_worth(i64 elements, i64 n) { return std::max<i64>(1, elements / std::max<i64>(1, n)); }
 
 // ---------------------------------------------------------------------------------------------------------
 // vec: sixteen floats, in one register of AVX-512 or in two of AVX2
@@ -264,12 +282,11 @@ void embed(float* out, const i64* ids, i64 num_tokens, const typename W::element
            i64 num_inputs)
 {
     const i64 size = panel_size<W>(num_inputs);
-#pragma omp parallel for num_threads(num_threads) if (num_tokens > 4)
-    for (i64 t = 0; t < num_tokens; t++) {
+    for_rows(num_tokens, 4, [&](i64 t) {
         const typename W::element* panel = weight + ids[t] / kLanes * size + ids[t] % kLanes * W::kStep;
         const float scale = scales ? scales[ids[t]] : 1.0f;
         for (i64 k = 0; k < num_inputs; k++) out[t * num_inputs + k] = as_float(W{}, panel[place<W>(k)]) * scale;
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -287,7 +304,8 @@ template <class W> constexpr int kRowsMax = 6;
 template <> constexpr int kRowsMax<Bf16> = 5;
 constexpr int panels_of(int rows) { return rows <= 2 ? 2 : 1; }
 #endif
-constexpr i64 kUnit = 4;  // panels a thread takes at a time
+constexpr i64 kUnit = 4;              // panels a thread takes at a time, for as many rows
+constexpr i64 kUnitProducts = 1 << 24;  // as take no more multiplications than that: a fraction of a millisecond
 // How far ahead of the multiplications weights are asked for. The processor's own guess stops at the end of
 // a page of memory, and a tile of many rows is slow enough for it to fall behind.
 template <class W> constexpr i64 kAheadBytes = sizeof(typename W::element) == 1 ? 1024 : 2048;
@@ -350,10 +368,10 @@ template <class W, int kRows, int kPanels> void tile(const Linear& l, i64 row, i
 }
 
 // kRows rows at a time while there are as many, then the next smaller tile.
-template <class W, int kRows> INLINE void rows_of(const Linear& l, i64& row, i64 panel, i64 end)
+template <class W, int kRows> INLINE void rows_of(const Linear& l, i64& row, i64 end_row, i64 panel, i64 end)
 {
     constexpr int kPanels = panels_of(kRows);
-    for (; row + kRows <= l.num_rows; row += kRows) {
+    for (; row + kRows <= end_row; row += kRows) {
         i64 p = panel;
         for (; p + kPanels <= end; p += kPanels) tile<W, kRows, kPanels>(l, row, p);
         for (; p < end; p++) tile<W, kRows, 1>(l, row, p);
@@ -362,18 +380,22 @@ template <class W, int kRows> INLINE void rows_of(const Linear& l, i64& row, i64
 
 template <class W> void linear(const Linear& l)
 {
+    constexpr i64 kTile = kRowsMax<W>;
     const i64 num_panels = (l.num_outputs + kLanes - 1) / kLanes;
     const i64 num_units = (num_panels + kUnit - 1) / kUnit;
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (i64 unit = 0; unit < num_units; unit++) {
-        const i64 panel = unit * kUnit, end = std::min(panel + kUnit, num_panels);
-        i64 row = 0;
-        rows_of<W, kRowsMax<W>>(l, row, panel, end);
-        if constexpr (kRowsMax<W> > 8) rows_of<W, 8>(l, row, panel, end);
-        rows_of<W, 4>(l, row, panel, end);
-        rows_of<W, 2>(l, row, panel, end);
-        rows_of<W, 1>(l, row, panel, end);
-    }
+    const i64 num_tiles = kUnitProducts / (kUnit * kLanes * std::max<i64>(1, l.num_inputs)) / kTile;
+    const i64 unit_rows = std::max<i64>(4, num_tiles) * kTile;
+    const i64 num_blocks = (l.num_rows + unit_rows - 1) / unit_rows;
+    team().run(num_blocks * num_units, [&](i64 part) {
+        const i64 panel = part % num_units * kUnit, end = std::min(panel + kUnit, num_panels);
+        i64 row = part / num_units * unit_rows;
+        const i64 end_row = std::min(row + unit_rows, l.num_rows);
+        rows_of<W, kTile>(l, row, end_row, panel, end);
+        if constexpr (kTile > 8) rows_of<W, 8>(l, row, end_row, panel, end);
+        rows_of<W, 4>(l, row, end_row, panel, end);
+        rows_of<W, 2>(l, row, end_row, panel, end);
+        rows_of<W, 1>(l, row, end_row, panel, end);
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -426,14 +448,13 @@ struct GeluErf {  // x erfc(-x / sqrt(2)) / 2, lane by lane: exact, and rare eno
 
 template <class Activation> void activate(float* out, const float* gate_up, i64 num_rows, i64 n)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * n > 8192)
-    for (i64 row = 0; row < num_rows; row++) {
+    for_rows(num_rows, rows_worth(4096, n), [&](i64 row) {
         const float *gate = gate_up + row * 2 * n, *up = gate + n;
         float* to = out + row * n;
         i64 i = 0;
         for (; i + kLanes <= n; i += kLanes) store(to + i, Activation::apply(load(gate + i)) * load(up + i));
         if (i < n) store(to + i, Activation::apply(load(gate + i, n - i)) * load(up + i, n - i), n - i);
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -634,14 +655,13 @@ void attention(const Attention& a)
         first_item[s + 1] = first_item[s] + (num_queries + kQueriesMax - 1) / kQueriesMax * a.num_kv_heads;
     }
     const i64 num_items = first_item.back();
-#pragma omp parallel for schedule(dynamic) num_threads(num_threads)
-    for (i64 item = 0; item < num_items; item++) {
+    team().run(num_items, [&](i64 item) {
         const i64 s = std::upper_bound(first_item.begin(), first_item.end(), item) - first_item.begin() - 1;
         const i64 num_queries = (a.query_start[s + 1] - a.query_start[s]) * group;
         const i64 kv_head = (item - first_item[s]) % a.num_kv_heads;
         const i64 begin = (item - first_item[s]) / a.num_kv_heads * kQueriesMax;
         attend_any(a, s, kv_head, begin, std::min(kQueriesMax, num_queries - begin));
-    }
+    });
 }
 
 // ---------------------------------------------------------------------------------------------------------
@@ -725,7 +745,11 @@ static bool is_sound(const Stack& stack, const i64* positions, const i64* slots,
 
 extern "C" {
 
-void vorrang_set_num_threads(i64 count) { num_threads = (int)count; }
+void vorrang_set_num_threads(i64 count) { team().set_size((int)std::min<i64>(count, INT16_MAX)); }
+
+// Threads of the last operation that could be shared: as many as were set, or fewer where more would wait for
+// somebody else's work.
+i64 vorrang_num_threads() { return team().number(); }
 
 i64 vorrang_panel_bytes(i64 type, i64 num_inputs)
 {
@@ -753,18 +777,17 @@ void vorrang_linear(i64 type, float* out, const float* x, const void* weight, co
 
 void vorrang_rms_norm(float* out, const float* x, const float* weight, i64 num_rows, i64 n, float eps)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * n > 32768)
-    for (i64 row = 0; row < num_rows; row++) norm_row(out + row * n, x + row * n, weight, n, eps);
+    for_rows(num_rows, rows_worth(16384, n),
+             [&](i64 row) { norm_row(out + row * n, x + row * n, weight, n, eps); });
 }
 
 void vorrang_add_rms_norm(float* out, const float* x, float* residual, const float* weight, i64 num_rows, i64 n,
                           float eps)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows * n > 32768)
-    for (i64 row = 0; row < num_rows; row++) {
+    for_rows(num_rows, rows_worth(16384, n), [&](i64 row) {
         add_row(residual + row * n, x + row * n, n);
         norm_row(out + row * n, residual + row * n, weight, n, eps);
-    }
+    });
 }
 
 void vorrang_silu_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
@@ -785,22 +808,21 @@ void vorrang_gelu_mul(float* out, const float* gate_up, i64 num_rows, i64 n)
 // cap tanh(x / cap), in place
 void vorrang_softcap(float* logits, i64 num_rows, i64 n, float cap)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
-    for (i64 row = 0; row < num_rows; row++) {
+    for_rows(num_rows, rows_worth(8192, n), [&](i64 row) {
         float* x = logits + row * n;
         i64 i = 0;
         for (; i + kLanes <= n; i += kLanes) store(x + i, splat(cap) * tanh(load(x + i) / splat(cap)));
         if (i < n) store(x + i, splat(cap) * tanh(load(x + i, n - i) / splat(cap)), n - i);
-    }
+    });
 }
 
 void vorrang_route(i64* ids, float* shares, const float* scores, i64 num_rows, i64 num_experts, i64 num_chosen,
                    i64 normalised)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows > 16)
-    for (i64 row = 0; row < num_rows; row++)
+    for_rows(num_rows, 8, [&](i64 row) {
         route_row(ids + row * num_chosen, shares + row * num_chosen, scores + row * num_experts, num_experts,
                   num_chosen, normalised != 0);
+    });
 }
 
 void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, const i64* positions,
@@ -808,8 +830,7 @@ void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, 
                              i64 num_kv_heads, i64 head_dim)
 {
     const i64 half = head_dim / 2, width = (num_q_heads + 2 * num_kv_heads) * head_dim;
-#pragma omp parallel for num_threads(num_threads) if (num_tokens > 16)
-    for (i64 t = 0; t < num_tokens; t++) {
+    for_rows(num_tokens, 8, [&](i64 t) {
         const float *cos = rope + positions[t] * head_dim, *sin = cos + half, *x = qkv + t * width;
         for (i64 h = 0; h < num_q_heads; h++, x += head_dim)
             rotate(q_out + (t * num_q_heads + h) * head_dim, 1, x, cos, sin, half);
@@ -818,7 +839,7 @@ void vorrang_rotary_write_kv(float* q_out, const float* qkv, const float* rope, 
             rotate(k_cache + (page * num_kv_heads + h) * head_dim * kPage + lane, kPage, x, cos, sin, half);
         for (i64 h = 0; h < num_kv_heads; h++, x += head_dim)
             std::copy_n(x, head_dim, v_cache + ((page * num_kv_heads + h) * kPage + lane) * head_dim);
-    }
+    });
 }
 
 void vorrang_paged_attention(float* out, const float* q, const float* k_cache, const float* v_cache,
@@ -871,21 +892,19 @@ i64 vorrang_layers(const Stack* stack, float* hidden, float* buffer, const i64* 
 // The likeliest id, the lowest on ties, and whether every logit is finite.
 void vorrang_argmax(i64* ids, uint8_t* finite, const float* logits, i64 num_rows, i64 vocab)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
-    for (i64 row = 0; row < num_rows; row++) {
+    for_rows(num_rows, rows_worth(8192, vocab), [&](i64 row) {
         const float* x = logits + row * vocab;
         const float most = row_maximum(x, vocab);
         finite[row] = all_finite(x, vocab);
         i64 id = std::find(x, x + vocab, most) - x;
         ids[row] = id < vocab ? id : 0;
-    }
+    });
 }
 
 // m + log(sum(e^(x - m))) with m the maximum
 void vorrang_log_sum_exp(float* out, const float* logits, i64 num_rows, i64 vocab)
 {
-#pragma omp parallel for num_threads(num_threads) if (num_rows > 1)
-    for (i64 row = 0; row < num_rows; row++) {
+    for_rows(num_rows, rows_worth(8192, vocab), [&](i64 row) {
         const float* x = logits + row * vocab;
         const float most = row_maximum(x, vocab);
         vec sums = zero();
@@ -893,7 +912,7 @@ void vorrang_log_sum_exp(float* out, const float* logits, i64 num_rows, i64 voca
         for (; i + kLanes <= vocab; i += kLanes) sums = sums + exp(load(x + i) - splat(most));
         if (i < vocab) sums = sums + keep(exp(load(x + i, vocab - i) - splat(most)), 0, vocab - i, 0.0f);
         out[row] = most + std::log(sum(sums));
-    }
+    });
 }
 
 }  // extern "C"

@@ -59,6 +59,7 @@ HEAD_DIM_MAX = 512
 PACK_ELEMENTS = 2**20
 
 _set_num_threads = function("set_num_threads", "i")
+_num_threads = function("num_threads", result=ctypes.c_int64)
 _pack = function("pack", "ipp", "ii")
 _embed = function("embed", "i", "pp", "i", "pp", "i")
 _linear = function("linear", "i", "pp", "ppp", "iii")

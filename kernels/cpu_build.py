@@ -19,8 +19,10 @@ from pathlib import Path
 import torch
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
+#: What the source includes, put into the place of the line that says so: what is compiled is one file.
+HEADER = Path(__file__).with_name("cpu_threads.hpp")
 #: No contraction: where a multiplication and an addition are one, the source says so, in every build.
-FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-fopenmp", "-fPIC", "-shared")
+FLAGS = ("-O3", "-std=c++17", "-ffp-contract=off", "-pthread", "-fPIC", "-shared")
 #: Compiler flags by what torch says the processor can do.
 TARGETS = {
     "AVX2": ("-march=haswell",),
@@ -54,8 +56,6 @@ def capability() -> str:
 
 def load() -> ctypes.CDLL:
     """The library, built first if the cache has none.
-
-    Torch is imported before, so that both share one OpenMP and its threads.
 
     Raises:
         CpuKernelsUnavailable: see ``library``; or the system refuses to load it.
@@ -151,7 +151,7 @@ def _compiler_version(compiler: str) -> str:
 
 def _source() -> str:
     try:
-        return SOURCE.read_text()
+        return SOURCE.read_text().replace(f'#include "{HEADER.name}"', HEADER.read_text())
     except OSError as error:
         raise CpuKernelsUnavailable(f"the source cannot be read: {error}") from error
 
