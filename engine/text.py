@@ -78,7 +78,8 @@ class OutputText:
 
     Text that might be the beginning of a stop string is held back until it is
     clear; an incomplete character is held back by the decoder. Pieces
-    concatenated are the whole text.
+    concatenated are the whole text. The time a character takes does not depend on
+    how long the stop strings are, nor on how far the text goes along with them.
 
     Args:
         decoder: a fresh decoder for this output.
@@ -91,7 +92,8 @@ class OutputText:
         self, decoder: StreamDecoder, stop_strings: Sequence[str] = (), *, include_stop_string: bool = False
     ) -> None:
         self._decoder = decoder
-        self._stop_strings = tuple(stop_strings)
+        # The longest first: of those that end together it is the first that is found.
+        self._matches = [_Match(text) for text in sorted(set(stop_strings), key=len, reverse=True)]
         self._include = include_stop_string
         self._held = ""
 
@@ -103,7 +105,7 @@ class OutputText:
             may_stop: False while stop strings don't count yet (``min_tokens``).
         """
         new = self._decoder.push(token_id)
-        if not self._stop_strings:
+        if not self._matches:
             return TextPiece(new)
         return self._release(new, may_stop=may_stop)
 
@@ -114,35 +116,60 @@ class OutputText:
         return TextPiece(text)
 
     def _release(self, new: str, *, may_stop: bool) -> TextPiece:
-        known = len(self._held)
-        text = self._held + new
         # What is complete while nothing may stop never stops, but its tail may begin a later match.
-        found = self._find(text, known) if may_stop else None
-        if found is not None:
-            start, stop_string = found
+        ends = [(match.read(new, may_stop=may_stop), match) for match in self._matches]
+        end, first = min(ends, key=lambda found: found[0])
+        text = self._held + new
+        if end <= len(new):
+            begin = len(self._held) + end - len(first.text)
             self._held = ""
-            return TextPiece(text[: start + len(stop_string) * self._include], stop_string)
-        num_held = max(_overlap(text, stop_string) for stop_string in self._stop_strings)
-        cut = len(text) - num_held
+            return TextPiece(text[: begin + len(first.text) * self._include], first.text)
+        cut = len(text) - max(match.num_held for match in self._matches)
         self._held = text[cut:]
         return TextPiece(text[:cut])
 
-    def _find(self, text: str, known: int) -> tuple[int, str] | None:
-        """Start and string of the match that ends first, the longest of those that end together."""
-        matches = []
-        for stop_string in self._stop_strings:
-            start = text.find(stop_string, max(0, known - len(stop_string) + 1))
-            if start >= 0:
-                matches.append((start + len(stop_string), -len(stop_string), start, stop_string))
-        if not matches:
-            return None
-        _, _, start, stop_string = min(matches)
-        return start, stop_string
 
+class _Match:
+    """How much of a stop string a text ends with, character by character.
 
-def _overlap(text: str, stop_string: str) -> int:
-    """Length of the longest end of ``text`` that begins ``stop_string``."""
-    for size in range(min(len(text), len(stop_string) - 1), 0, -1):
-        if text.endswith(stop_string[:size]):
-            return size
-    return 0
+    The failure function of Knuth, Morris and Pratt (1977), made as far as it is needed: a
+    text that never goes along costs nothing, and no text more than two steps a character.
+
+    Attributes:
+        text: the stop string.
+        num_held: characters at the end of what was read that begin it.
+    """
+
+    __slots__ = ("_borders", "num_held", "text")
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.num_held = 0
+        #: By length of a beginning, less one: its longest end that begins it, too.
+        self._borders = [0]
+
+    def read(self, new: str, *, may_stop: bool) -> int:
+        """Where in ``new`` the stop string ends; more than its length when it does not, or may not stop."""
+        text, held = self.text, self.num_held
+        if not held and text[0] not in new:
+            return len(new) + 1
+        for place, character in enumerate(new, start=1):
+            while held and text[held] != character:
+                held = self._border(held)
+            if text[held] == character:
+                held += 1
+                if held == len(text):
+                    if may_stop:
+                        return place
+                    held = self._border(held)
+        self.num_held = held
+        return len(new) + 1
+
+    def _border(self, length: int) -> int:
+        text, borders = self.text, self._borders
+        while len(borders) < length:
+            border = borders[-1]
+            while border and text[border] != text[len(borders)]:
+                border = borders[border - 1]
+            borders.append(border + (text[border] == text[len(borders)]))
+        return borders[length - 1]

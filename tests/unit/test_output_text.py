@@ -1,5 +1,7 @@
 """Text of an output: held-back characters and stop strings."""
 
+import random
+
 import pytest
 
 from engine.runner.scripted import ScriptedTokenizer
@@ -94,3 +96,40 @@ def test_a_stop_string_that_begins_too_early_and_ends_in_time_counts():
 def test_a_stop_string_that_ended_too_early_does_not_count_later():
     pieces, stop = feed("xab-d", ["ab", "xabc"], may_stop_from=3)
     assert ("".join(pieces), stop) == ("xab-d", None)
+
+
+def _plainly(text, stop_strings, may_stop_from):
+    """What the text ends with, by looking at every beginning of it."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stop_strings if text[:end].endswith(s)]
+        if found and end - 1 >= may_stop_from:
+            longest = max(found, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+def test_any_stop_strings_end_any_text_as_a_plain_search_does():
+    source = random.Random(5)
+    for _ in range(2000):
+        text = "".join(source.choices("ab", k=source.randint(1, 24)))
+        stop = ["".join(source.choices("ab", k=source.randint(1, 6))) for _ in range(source.randint(1, 4))]
+        may_stop_from = source.choice([0, 0, source.randint(0, 10)])
+        pieces, ended_by = feed(text, stop, may_stop_from=may_stop_from)
+        assert ("".join(pieces), ended_by) == _plainly(text, stop, may_stop_from), (text, stop)
+
+
+class _Counted(str):
+    """A stop string that counts how often one of its characters is looked at."""
+
+    __slots__ = ("looks",)
+
+    def __getitem__(self, place):
+        self.looks = getattr(self, "looks", 0) + 1
+        return super().__getitem__(place)
+
+
+@pytest.mark.parametrize("text", ["a" * 4000, "ab" * 2000, ("a" * 254 + "b") * 16])
+def test_the_work_of_a_character_does_not_grow_with_the_length_of_a_stop_string(text):
+    stop = _Counted("a" * 255 + "c")
+    feed(text, [stop])
+    assert stop.looks < 6 * (len(text) + len(stop))
