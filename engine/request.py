@@ -140,6 +140,8 @@ class Request:
         holds_all: admitted with blocks for its longest length; it is never evicted.
         in_reserve: admitted to the share of the starved.
         has_started: it had a seat before.
+        awaits_mask: what its grammar lets come next is not known yet, so it is granted no token to sample.
+        mask_index: longest output for which that is known, as far as anybody has told; -1 = none.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         max_known_tokens: prompt + output at its longest.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
@@ -148,9 +150,9 @@ class Request:
     """
 
     __slots__ = (
-        "__weakref__", "_phase_since", "adapter", "arrival_seq", "block_hashes", "block_table",
+        "__weakref__", "_phase_since", "adapter", "arrival_seq", "awaits_mask", "block_hashes", "block_table",
         "cache_rank", "cache_salt", "draft_token_ids", "ending_token_ids", "has_started",
-        "holds_all", "idle_since", "in_reserve", "is_starved", "level", "max_known_tokens",
+        "holds_all", "idle_since", "in_reserve", "is_starved", "level", "mask_index", "max_known_tokens",
         "num_accepted_tokens", "num_bypassed", "num_cached_tokens", "num_computed_tokens",
         "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses", "num_lost_tokens",
         "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions",
@@ -196,6 +198,8 @@ class Request:
         self.holds_all = False
         self.in_reserve = False
         self.has_started = False
+        self.awaits_mask = False
+        self.mask_index = -1
         self.cache_rank = class_rank(spec.level)
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now

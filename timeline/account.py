@@ -37,6 +37,7 @@ GATES = {
     "prefix": "another request was computing its prompt's beginning",
     "in_flight": "its last token was being computed",
     "tenant": "its tenant held as many seats or blocks as it may",
+    "grammar": "what its grammar lets come next was not known yet",
 }
 #: What kept out the first of those that a waiting request stands behind, where one must tell it apart.
 GATES_OF_FIRST = {

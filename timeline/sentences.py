@@ -56,7 +56,7 @@ def headline(account: Account) -> str:
 def sentences(account: Account) -> list[str]:
     """What happened to it, in order."""
     told = [*_arrival(account), *_first_wait(account), *_prefill(account)]
-    told += [*_output(account), *_guesses(account), *_losses(account)]
+    told += [*_output(account), *_guesses(account), *_masks(account), *_losses(account)]
     told += [*_pauses(account), *_end(account)]
     return told
 
@@ -146,6 +146,12 @@ def _prefill(account: Account) -> Iterable[str]:
     if held_s >= _SMALL_S:
         line += f", and for {duration(held_s)} it had a seat and no tokens of the step (budget)"
     yield line + "."
+
+
+def _masks(account: Account) -> Iterable[str]:
+    waited_s = sum(part.total_s for part in account.parts if part.gate == "grammar")
+    if waited_s >= _SMALL_S:
+        yield f"For {duration(waited_s)} it sat steps out, since {GATES['grammar']}."
 
 
 def _output(account: Account) -> Iterable[str]:

@@ -21,7 +21,17 @@ from engine.errors import InvalidRequest, VorrangError
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestId, RequestSpec, Usage
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Allow, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import (
+    Allow,
+    Fail,
+    Finish,
+    LoseKv,
+    MaskReady,
+    Park,
+    Preempt,
+    SetLevel,
+    Unpark,
+)
 from engine.scheduler.config import ClassConfig, SchedulerConfig, TenantConfig
 from engine.scheduler.decisions import Applied, Call, Committed, Origin, Planned, Record, Submitted
 from engine.scheduler.plan import StepResult
@@ -32,7 +42,7 @@ VERSION = 1
 MAX_POOL_BLOCKS = 2**24
 
 _DECISION = ("step", "grants", "gate", "num_running", "num_waiting", "num_free_blocks")
-_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, Allow, LoseKv)}
+_COMMANDS = {c.__name__: c for c in (Finish, Fail, SetLevel, Preempt, Park, Unpark, Allow, MaskReady, LoseKv)}
 _TAGGED = {
     *_COMMANDS.values(), Started, Preempted, Resumed, LevelChanged, Finished, Failed,
 }  # fmt: skip
@@ -121,6 +131,10 @@ def _body(record: Record) -> dict[str, Any]:
                 body["after_drafts"] = dict(result.after_drafts)
             if result.complete:
                 body["complete"] = result.complete
+            if result.sat_out:
+                body["sat_out"] = result.sat_out
+            if result.awaiting:
+                body["awaiting"] = result.awaiting
     if record.events:
         body["events"] = record.events
     if record.error is not None:
@@ -213,15 +227,20 @@ def read_call(body: Mapping[str, Any]) -> tuple[Call, float]:
             sampled = _member(body, "sampled", dict)
             failures = _member(body, "failures", dict) if "failures" in body else {}
             after_drafts = _member(body, "after_drafts", dict) if "after_drafts" in body else {}
-            complete = _read(frozenset[str], body.get("complete", []), "complete")
+            complete, sat_out, awaiting = (
+                frozenset(map(RequestId, _read(frozenset[str], body.get(name, []), name)))
+                for name in ("complete", "sat_out", "awaiting")
+            )
             result = StepResult(
                 {RequestId(i): _read(int, token, f"sampled.{i}") for i, token in sampled.items()},
                 {RequestId(i): _read(VorrangError, e, f"failures.{i}") for i, e in failures.items()},
-                complete=frozenset(map(RequestId, complete)),
+                complete=complete,
                 after_drafts={
                     RequestId(i): _read(tuple[int, ...], token_ids, f"after_drafts.{i}")
                     for i, token_ids in after_drafts.items()
                 },
+                sat_out=sat_out,
+                awaiting=awaiting,
             )
             return Committed(_read(int, body.get("step"), "step"), result), now
         case other:

@@ -77,10 +77,10 @@ class LifeRecorder:
             case Planned(decision=decision):
                 if decision is not None:
                     self._planned(decision)
-            case Committed(step=step):
+            case Committed(step=step, result=result):
                 for guesses in record.guesses:
                     self._alive[guesses.request_id].guessed(guesses.num_drafted, guesses.num_accepted)
-                self._committed(step, record.events, now)
+                self._committed(step, record.events, result.sat_out, now)
             case Submitted(spec=spec):
                 reading = self._clock.read(now)
                 life = Life(spec, self._num_arrivals, reading)
@@ -150,7 +150,7 @@ class LifeRecorder:
             self._happened(decision.events, reading)
         has_prefill = bool(self._watched) and self._look_at_grants(decision, reading)
         if decision.idle or self._idle:
-            self._sit_idle(decision.idle, reading)
+            self._sit_idle(decision.idle, decision.masked, reading)
         if decision.kept_out or self._kept_out or self._arrived:
             self._keep_out(decision, reading)
         self._clock.planned(now, grants=bool(decision.grants), gate=decision.gate, has_prefill=has_prefill)
@@ -183,7 +183,9 @@ class LifeRecorder:
                 break
         return has_prefill
 
-    def _sit_idle(self, idle: tuple[RequestId, ...], reading: Reading) -> None:
+    def _sit_idle(
+        self, idle: tuple[RequestId, ...], masked: frozenset[RequestId], reading: Reading
+    ) -> None:
         """Note who has a seat and no grant, and who has one again."""
         for request_id in self._idle:
             life = self._alive.get(request_id)
@@ -193,10 +195,13 @@ class LifeRecorder:
             life = self._alive.get(request_id)
             if life is None:
                 continue
+            gate = "grammar" if request_id in masked else ""
+            if life.phase == "returning":
+                self._seat(life)
             if life.phase in ("decode", "stalled"):
-                life.enter("stalled", "", reading)
+                life.enter("stalled", gate, reading)
             elif life.is_seated:
-                life.enter("held", "", reading)
+                life.enter("held", gate, reading)
         self._idle = idle
 
     def _keep_out(self, decision: Decision, reading: Reading) -> None:
@@ -218,7 +223,9 @@ class LifeRecorder:
                 life.kept_out(gate.value, reading)
         self._kept_out = kept_out
 
-    def _committed(self, step: int, events: tuple[SchedulerEvent, ...], now: float) -> None:
+    def _committed(
+        self, step: int, events: tuple[SchedulerEvent, ...], sat_out: frozenset[RequestId], now: float
+    ) -> None:
         landing = self._landing.pop(step, None)
         for older in [number for number in self._landing if number < step]:
             del self._landing[older]  # it was left out: nobody it was for is alive
@@ -227,8 +234,12 @@ class LifeRecorder:
             return
         reading = self._clock.read(now)
         for life in landing or ():
-            if not life.end:
+            if life.end:
+                continue
+            if life.request_id not in sat_out:
                 life.sampled(reading)
+            elif life.is_seated:  # its last token is computed again
+                self._watched[life.request_id] = life
         self._happened(ends, reading)
 
     def _happened(self, events: Iterable[SchedulerEvent], reading: Reading) -> None:

@@ -31,6 +31,11 @@ grant writes only positions from its ``start`` on.
    before, a failed step would leave garbage under a good hash. No step in flight writes
    into a findable block: what it writes lies behind what was committed.
 
+**Who sits out.** A row whose mask is late samples nothing (``StepResult.sat_out``), though a
+plan may have been made that computes the token it was to sample. Its commit takes the
+look ahead back: the request misses its last known token again, and what the plan made
+ahead grants it is *void*: not looked ahead to, not booked, sampled by nobody.
+
 So who is preempted while a step computes its tokens finds less in the cache when it
 resumes, by that step's tokens.
 
@@ -54,6 +59,8 @@ class UncommittedPlans:
     def __init__(self) -> None:
         self._last: Plan | None = None
         self._before: Plan | None = None
+        self._void: set[Request] = set()  # of the last plan
+        self._void_before: set[Request] = set()
 
     def look_ahead(self, state: SchedulerState) -> None:
         """Before a plan: go on from where the one that is being computed will leave its requests."""
@@ -64,26 +71,35 @@ class UncommittedPlans:
             alive = (_request(grant) for grant in self._last.grants)
             drafted = any(r.draft_token_ids for r in alive if r.status is not RequestStatus.FINISHED)
             assert not drafted, "how far drafts get is not known"
-        state.look_ahead(cast("tuple[tuple[Request, int, int, object, int | None], ...]", self._last.grants))
+        grants = cast("tuple[tuple[Request, int, int, object, int | None], ...]", self._last.grants)
+        state.look_ahead([g for g in grants if g[0] not in self._void] if self._void else grants)
         self._before, self._last = self._last, None
+        self._void_before, self._void = self._void, set()
 
     def planned(self, plan: Plan) -> None:
         """A plan was made."""
         self._last = plan
 
-    def land(self, plan: Plan) -> bool:
+    def land(self, plan: Plan) -> tuple[bool, set[Request]]:
         """A plan is about to be committed.
 
         Returns:
-            Whether its outcome was looked ahead to.
+            Whether its outcome was looked ahead to, and whose grants are void.
         """
         if plan is self._before:
             self._before = None
-            return True
+            void, self._void_before = self._void_before, set()
+            return True, void
         assert plan is self._last, "a plan was committed twice, or out of turn"
         assert self._before is None or not _holders(self._before), "an earlier plan comes first"
         self._last = self._before = None
-        return False
+        void, self._void, self._void_before = self._void, set(), set()
+        return False, void
+
+    def void(self, request: Request) -> None:
+        """A request has sat out the plan that was just committed: what the last one grants it is void."""
+        if self._last is not None and any(grant.request is request for grant in self._last.grants):
+            self._void.add(request)
 
     def lose(self) -> None:
         """None of them will ever have been computed. Whoever held blocks has lost them before."""
@@ -93,6 +109,7 @@ class UncommittedPlans:
         for grant in self._last.grants if self._last is not None else ():
             _request(grant).draft_token_ids = ()
         self._last = self._before = None
+        self._void, self._void_before = set(), set()
 
     def check_integrity(self, state: SchedulerState) -> None:
         """Recount; an ``AssertionError`` here is a bug of ours."""
@@ -103,7 +120,7 @@ class UncommittedPlans:
         if self._before is not None:
             for grant in self._before.grants:
                 request = _request(grant)
-                if request.status is not RequestStatus.FINISHED:
+                if request.status is not RequestStatus.FINISHED and request not in self._void_before:
                     assert request.num_outputs_in_flight == (grant.output_index is not None)
                     holds = grant.block_table is request.block_table
                     assert request.num_tokens_in_flight == (grant.num_tokens if holds else 0)

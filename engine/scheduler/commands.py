@@ -69,6 +69,18 @@ class Allow:
 
 
 @dataclass(frozen=True, slots=True)
+class MaskReady:
+    """Say that what a request's grammar lets come next is known.
+
+    Attributes:
+        output_index: of the output token that may be sampled now; an older one changes nothing.
+    """
+
+    request_id: RequestId
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoseKv:
     """All KV is lost: the runner died, or a step raised and nobody knows what it has written.
 
@@ -86,4 +98,4 @@ class LoseKv:
     error: VorrangError
 
 
-Command = Finish | Fail | SetLevel | Preempt | Park | Unpark | Allow | LoseKv
+Command = Finish | Fail | SetLevel | Preempt | Park | Unpark | Allow | MaskReady | LoseKv

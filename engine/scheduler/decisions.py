@@ -55,6 +55,7 @@ class Decision:
         num_free_blocks: KV blocks nobody holds afterwards.
         kept_out: what kept each waiting request out that was looked at. Not in logs.
         idle: who has a seat, and something to compute, and is granted nothing. Not in logs.
+        masked: who of them awaits a mask. Not in logs: commits and commands tell.
     """
 
     step: int
@@ -67,6 +68,7 @@ class Decision:
     num_free_blocks: int
     kept_out: Mapping[RequestId, Gate] = field(default_factory=dict)
     idle: tuple[RequestId, ...] = ()
+    masked: frozenset[RequestId] = frozenset()
 
     @property
     def preemptions(self) -> tuple[Preempted, ...]:
@@ -278,6 +280,7 @@ class RecordingScheduler(Scheduler):
             self.blocks.num_free_blocks,
             self._kept_out,
             self._idle(plan),
+            frozenset(self._state.held),
         )
 
     def _idle(self, plan: Plan) -> tuple[RequestId, ...]:

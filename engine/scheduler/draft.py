@@ -77,6 +77,8 @@ class StepDraft:
 
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
         """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
+        if request.awaits_mask and request.num_missing_tokens == 1:
+            return 0
         granted = self.granted.get(request, 0)
         if not granted and self._is_full(len(self.granted) + len(self.decodes)):
             return 0

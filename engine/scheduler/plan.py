@@ -155,8 +155,13 @@ class StepResult:
         failures: requests whose own computation failed (such as NaN logits); they fail alone.
         logprobs: of the sampled tokens, for who asked for them.
         prompt_logprobs: of the prompt's tokens that the computed ones score, likewise.
-        complete: requests whose output says all that its grammar has, with the token that was sampled.
+        complete: requests whose output says all that its grammar has, with the token that was sampled; or
+            without it, where that is known too late and nothing was sampled.
         after_drafts: for each grant with drafts, what was sampled after each of them.
+        sat_out: requests that sample nothing, because what their grammar lets come next was not known in
+            time: as if the last of their tokens had not been granted. So does one whose last token is
+            what a request that sat out the step before was to sample.
+        awaiting: requests that are to be granted no token to sample before ``MaskReady``.
     """
 
     sampled: Mapping[RequestId, int]
@@ -165,3 +170,5 @@ class StepResult:
     prompt_logprobs: Mapping[RequestId, PromptLogProbs] = field(default_factory=dict)
     complete: frozenset[RequestId] = frozenset()
     after_drafts: Mapping[RequestId, Sequence[int]] = field(default_factory=dict)
+    sat_out: frozenset[RequestId] = frozenset()
+    awaiting: frozenset[RequestId] = frozenset()

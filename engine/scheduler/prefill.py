@@ -13,9 +13,9 @@ MAX_SCAN, MAX_PREFIX_WAITERS = 16, 64
 
 def grant_decodes(state: SchedulerState, draft: StepDraft) -> None:
     """A token for every decode, and for prompts that miss a single one: they cost as little."""
-    draft.decode(state.decoding)
+    draft.decode(state.ready_decodes())
     for request in state.prefilling:
-        if request.num_missing_tokens == 1:
+        if request.num_missing_tokens == 1 and not request.awaits_mask:
             draft.grant(request, 1)
 
 

@@ -7,7 +7,7 @@ calls give the same plans.
 """
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -16,7 +16,18 @@ from engine.events import LevelChanged, SchedulerEvent, TokensSampled
 from engine.priority import check_level
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.scheduler.ahead import UncommittedPlans
-from engine.scheduler.commands import Allow, Command, Fail, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import (
+    Allow,
+    Command,
+    Fail,
+    Finish,
+    LoseKv,
+    MaskReady,
+    Park,
+    Preempt,
+    SetLevel,
+    Unpark,
+)
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
@@ -210,6 +221,11 @@ class Scheduler:
             case Allow(num_output_tokens=num_output_tokens):
                 request.num_outputs_allowed = num_output_tokens
                 return []
+            case MaskReady(output_index=output_index):
+                request.mask_index = max(request.mask_index, output_index)
+                if request.mask_index >= request.num_output_tokens:
+                    self._state.release(request)
+                return []
             case Unpark():
                 if request.status is RequestStatus.PARKED:
                     self._state.unpark(request, now)
@@ -227,6 +243,8 @@ class Scheduler:
         )
         failed = [] if guilty is None else [state.fail(guilty, command.error, now)]
         lost = state.lose_kv(self._step, now)
+        for request in state.requests.values():
+            request.mask_index = -1  # who makes masks from now on has made none
         self._uncommitted.lose()
         return [*failed, *lost]
 
@@ -265,10 +283,12 @@ class Scheduler:
         Returns:
             Failures, then sampled tokens in the order of the plan's grants, then the ends those tokens cause.
         """
-        is_late = self._uncommitted.land(plan)
+        is_late, void = self._uncommitted.land(plan)
         booked = Booked(self._fail_rows(plan, result, now))
         book = self._book_late if is_late else self._book
         grants = cast("Sequence[Fields]", plan.grants)
+        if result.sat_out or result.complete or void:
+            grants = self._without_tokens(grants, result, void, is_late=is_late)
         if result.after_drafts:
             grants = self._book_drafts(grants, result, booked)
         book(grants, result.sampled, now, booked)
@@ -279,15 +299,53 @@ class Scheduler:
             booked.events.extend(self._end(request, now))
         if result.complete:
             booked.events.extend(self._end_complete(result, now))
+        for request_id in result.awaiting:
+            waiting = self._state.requests.get(request_id)
+            if waiting is not None and waiting.mask_index < waiting.num_output_tokens:
+                self._state.hold(waiting)
         return booked.events
+
+    def _without_tokens(
+        self, grants: Sequence[Fields], result: StepResult, void: Collection[Request], *, is_late: bool
+    ) -> list[Fields]:
+        """See to the grants that were to sample and did not: their last token counts as not computed.
+
+        Args:
+            grants: of the plan.
+            result: what came of it.
+            void: requests whose grants are for a token that never was.
+            is_late: whether it was looked ahead to.
+
+        Returns:
+            What is left to be booked.
+        """
+        left: list[Fields] = []
+        for grant in grants:
+            request, start, num_tokens, table, output_index = grant
+            request_id = request.request_id
+            if request in void:
+                continue
+            if output_index is None or request_id in result.sampled or request_id in result.failures:
+                left.append(grant)
+                continue
+            assert request_id in result.sat_out or request_id in result.complete, "it sampled nothing"
+            if not is_late:
+                if num_tokens > 1:
+                    left.append((request, start, num_tokens - 1, table, None))
+            elif request.status is not RequestStatus.FINISHED:
+                if request.num_scored_tokens is not None:
+                    _score(request, start + num_tokens - 1)
+                self._state.look_back(request, start + num_tokens - 1, table)
+                self._uncommitted.void(request)
+        return left
 
     def _end_complete(self, result: StepResult, now: float) -> list[SchedulerEvent]:
         """The end of the requests whose grammar leaves nothing to be said, unless they have ended already."""
-        requests = [self._state.requests.get(request_id) for request_id in result.sampled]
+        sampled = [request_id for request_id in result.sampled if request_id in result.complete]
+        ids = [*sampled, *sorted(result.complete - result.sampled.keys())]
+        requests = [self._state.requests.get(request_id) for request_id in ids]
         return [
-            self._state.finish(request, FinishReason.STOP, now)
-            for request in requests
-            if request is not None and request.request_id in result.complete
+            self._state.finish(request, FinishReason.STOP, now) for request in requests if request is not None
         ]
 
     def _book(

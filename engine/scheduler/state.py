@@ -29,6 +29,7 @@ class SchedulerState:
         ending: the others: the step in flight samples their last token, so they are granted nothing more.
         growing: decoding requests whose next token has no block yet.
         idle_holders: requests that hold blocks without a seat: parked, or waiting after they were.
+        held: requests that await a mask: they are granted no token to sample.
         inherited: urgency that prefills under way were lent in the last step by who waits for their prefix.
         waiting: requests that wait, never admitted or preempted, in policy order.
         parked: requests that are not to be computed; they may hold blocks.
@@ -48,6 +49,7 @@ class SchedulerState:
         self.ending: list[Request] = []
         self.growing: dict[RequestId, Request] = {}
         self.idle_holders: dict[RequestId, Request] = {}
+        self.held: dict[RequestId, Request] = {}
         self.inherited: dict[Request, int] = {}
         self.waiting = policy.new_queue()
         self.parked: dict[RequestId, Request] = {}
@@ -147,6 +149,8 @@ class SchedulerState:
             self.preempt(request, PreemptReason.RUNNER, None, step, now) for request in holders
         ]
         self.inherited.clear()
+        for request in list(self.held.values()):
+            self.release(request)
         self.blocks.forget_all()
         return events
 
@@ -263,6 +267,47 @@ class SchedulerState:
             elif not num_computed % block_size:
                 self.filled_block(request)
 
+    def look_back(self, request: Request, num_computed_tokens: int, table: object) -> None:
+        """A step that was looked ahead to has sampled nothing for a request, which misses its last token again.
+
+        Args:
+            request: alive; an output of it counts as in flight.
+            num_computed_tokens: where that leaves it, if it still has its blocks.
+            table: those that the step wrote into.
+        """
+        is_running = request.status is RequestStatus.RUNNING
+        if is_running:
+            for each in (self.ending, self.decoding, self.prefilling):
+                if request in each:
+                    each.remove(request)
+            self.growing.pop(request.request_id, None)
+        request.num_outputs_in_flight = 0
+        if table is request.block_table:
+            request.num_tokens_in_flight = 0
+            request.num_computed_tokens = num_computed_tokens
+            if num_computed_tokens > request.num_confirmed_blocks * self.blocks.block_size:
+                self.blocks.confirm(request, num_computed_tokens)
+        else:  # it has other blocks, or none; what is cached may be all it knows
+            request.num_computed_tokens = min(request.num_computed_tokens, len(request.token_ids) - 1)
+        if is_running:
+            insort(self.prefilling if request.is_prefilling else self.decoding, request, key=self.policy.key)
+            if not request.is_prefilling:
+                self.filled_block(request)
+
+    def hold(self, request: Request) -> None:
+        """A request is granted no token to sample until ``release``."""
+        request.awaits_mask = True
+        self.held[request.request_id] = request
+
+    def release(self, request: Request) -> None:
+        """A request may sample again; harmless when it may already."""
+        request.awaits_mask = False
+        self.held.pop(request.request_id, None)
+
+    def ready_decodes(self) -> list[Request]:
+        """Decodes that may be granted their token, in policy order."""
+        return [r for r in self.decoding if not r.awaits_mask] if self.held else self.decoding
+
     def running_from(self, urgency: int) -> list[Request]:
         """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
         running = self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
@@ -298,6 +343,7 @@ class SchedulerState:
         self.idle_holders.pop(request.request_id, None)
         if self.blocks.holds(request.request_id):
             self.blocks.free(request)
+        self.release(request)
         self.limits.forget(request)
         self.starvation.forget(request)
         request.status = RequestStatus.FINISHED
@@ -319,6 +365,7 @@ class SchedulerState:
         }
         holders = {i for i, r in self.requests.items() if self.blocks.holds(i) and r not in self.running}
         assert self.idle_holders.keys() == holders
+        assert self.held == {i: r for i, r in self.requests.items() if r.awaits_mask}
         assert len(self.running) + len(self.waiting) + len(self.parked) == len(self.requests)
         for request in self.requests.values():
             self._check_request(request)

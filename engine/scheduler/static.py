@@ -31,7 +31,7 @@ class Static:
         for request in sorted(state.prefilling, key=state.policy.rank):
             draft.grant_chunk(request, state.config.max_chunk_tokens)
         if draft.is_empty:
-            draft.decode(state.decoding)  # their blocks were taken when they were admitted
+            draft.decode(state.ready_decodes())  # their blocks were taken when they were admitted
 
     def repeated(self, num_steps: int) -> None:
         """It remembers nothing."""

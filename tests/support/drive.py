@@ -9,7 +9,7 @@ single rules, ``tests.support.plan_checks`` what holds of every plan.
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.errors import InternalError, VorrangError
 from engine.events import (
@@ -24,7 +24,7 @@ from engine.events import (
 )
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.sampling import SamplingParams
-from engine.scheduler.commands import Command, Finish, LoseKv, Park, Preempt, SetLevel, Unpark
+from engine.scheduler.commands import Command, Finish, LoseKv, MaskReady, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -50,10 +50,11 @@ def events(plan: Plan, kind) -> list:
 
 @dataclass(slots=True)
 class Flight:
-    """A plan that is not committed, and its result once it was computed."""
+    """A plan that is not committed, its result once it was computed, and who sat out the one before."""
 
     plan: Plan
     result: StepResult | None = None
+    void: set[RequestId] = field(default_factory=set)
 
 
 class Driver:
@@ -106,6 +107,7 @@ class Driver:
         self.longest = 0
         self.num_forced: Counter[RequestId] = Counter()
         self.max_wait_s = max(self.config.class_config(level).max_wait_s for level in (-10, 0, 10))
+        self.sitting: dict[RequestId, bool] = {}  # whose next token is not sampled, and whether it then waits
         self.decoded_last = False  # the last step of prefill_first was one of decodes
 
     # What can be done
@@ -194,6 +196,24 @@ class Driver:
 
     def unpark(self, name):
         return self.apply(Unpark(RequestId(name)))
+
+    def sit_out(self, name, awaits):
+        """The next time it is to sample it does not; ``awaits``: then it waits for ``mask_ready``."""
+        if RequestId(name) in self.seen_alive:
+            self.sitting[RequestId(name)] = awaits
+
+    def mask_ready(self, name):
+        """What its grammar lets come next is known, if anybody waits for that."""
+        request = self.scheduler.find(RequestId(name))
+        if request is not None:
+            self.apply(MaskReady(request.request_id, request.num_output_tokens))
+            assert not request.awaits_mask
+
+    def masks_ready(self):
+        """All that anybody waits for is known."""
+        for request in self.alive():
+            if request.awaits_mask:
+                self.mask_ready(request.request_id)
 
     def lose_kv(self, suspects=(), *, from_outside=False) -> list[SchedulerEvent]:
         """The runner dies, and its memory with it."""
@@ -298,6 +318,7 @@ class Driver:
             failures = {RequestId(name): error for name, error in failing.items()}
             result = dataclasses.replace(result, failures=failures)
             self.runner.fail(i for i in ids if i in result.failures)
+        result = self.without_those_that_sit(flight, result)
         alive = {i for i in ids if i in self.seen_alive}
         idle = {i for i in alive if self.scheduler.find(i).status is not RequestStatus.RUNNING}
         events = self.scheduler.commit(plan, result, self.now + 0.5)
@@ -306,6 +327,9 @@ class Driver:
                 self.noted["more than one token in a step"] += len(event.token_ids) > 1
         delivered = {e.request_id for e in events if isinstance(e, TokensSampled)}
         sampling = {grant.request_id for grant in plan.grants if grant.output_index is not None}
+        sampling -= result.sat_out
+        for request in (self.scheduler.find(i) for i in result.awaiting & self.seen_alive.keys()):
+            assert request.awaits_mask or request.mask_index == request.num_output_tokens
         assert delivered == (sampling & alive) - result.failures.keys(), (
             "delivered once, or its request ended"
         )
@@ -313,6 +337,26 @@ class Driver:
         self.noted["computed in vain"] += len(sampling - alive)
         self.book(events)
         assert all(isinstance(self.seen[i].terminal, Failed) for i in alive & result.failures.keys())
+
+    def without_those_that_sit(self, flight: Flight, result: StepResult) -> StepResult:
+        """Some of those that were to sample a token do not; what was granted ahead to them is void."""
+        sampling = {g.request_id for g in flight.plan.grants if g.output_index is not None}
+        sampling -= result.failures.keys()
+        own = {i for i in self.sitting if i in sampling and i not in flight.void}
+        if not own and not flight.void:
+            return result
+        self.disturb_all()
+        self.noted["sat out"] += len(own)
+        self.noted["void"] += len(flight.void)
+        awaiting = frozenset(i for i in own if self.sitting.pop(i))
+        for other in self.flights:
+            other.void |= own & {grant.request_id for grant in other.plan.grants}
+        sat_out = frozenset(own | (flight.void & sampling))
+        sampled = {i: token for i, token in result.sampled.items() if i not in sat_out}
+        after = {i: tokens for i, tokens in result.after_drafts.items() if i not in sat_out}
+        return dataclasses.replace(
+            result, sampled=sampled, after_drafts=after, sat_out=sat_out, awaiting=awaiting
+        )
 
     def fail_step(self):
         """The oldest step in flight comes to nothing: all is computed again, as the engine has it."""
@@ -331,6 +375,7 @@ class Driver:
 
     def run(self, max_steps=10_000):
         while self.scheduler.has_requests:
+            self.masks_ready()
             assert max_steps > 0, "it does not come to an end"
             max_steps -= 1
             self.step()
@@ -376,6 +421,7 @@ class Driver:
         return sum(
             grant.request_id == request_id and grant.output_index is not None
             for flight in self.flights
+            if request_id not in flight.void
             for grant in flight.plan.grants
         )
 

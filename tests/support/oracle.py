@@ -249,11 +249,11 @@ def check_share(
     oldest = starved[0]
     if oldest.request_id in seated and discipline != "static":
         granted = [r for r in running if any(g.request_id == r.request_id for g in plan.grants)]
-        if driver.has_its_last(oldest):
+        if driver.has_its_last(oldest) or oldest.awaits_mask:
             is_due = False
         elif discipline == "unified":
             is_due = True
-        elif may_be_decodes(granted, before):
+        elif may_be_decodes(granted, before) and any(map(is_decoding, granted)):
             is_due = oldest.num_missing_tokens == 1
         else:
             is_due = not is_decoding(oldest) or oldest.request_id not in before.seated

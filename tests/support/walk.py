@@ -112,6 +112,8 @@ class Episode:
         self.log = MemoryLog() if number % REPLAY_EVERY == 0 else None
         self.driver = Driver(decisions=self.log, check_every_call=number % RECOUNT_EVERY == 0, **self.config)
         self.num_steps = self.random.choice([60, 120, 240])
+        # In some episodes masks are late; drawn apart, so that the others are what they were.
+        self.sits = random.Random(f"{seed}/{number}/sits").random() < 0.2 and not self.driver.config.speculation_tokens
         self.alive: list[str] = []
         self.ended: list[str] = []  # by the last call
         self.bothered: Counter[str] = Counter()
@@ -194,6 +196,10 @@ class Episode:
                 if self.depth and rng.random() < 0.4:
                     how = "fails"
                 yield from [Call("die", (how,))] * rng.choice([1, 1, 2, 3])
+            if self.sits and self.alive and rng.random() < 0.6:
+                yield Call("sit_out", (rng.choice(self.alive), rng.random() < 0.5))
+            if self.sits and self.alive and rng.random() < 0.5:
+                yield Call("mask_ready", (rng.choice(self.alive),))
             if (parked := self.driver.scheduler.parked()) and rng.random() < 0.4:
                 yield Call("unpark", (str(rng.choice(parked).request_id),))
 
@@ -284,6 +290,7 @@ class Episode:
             self.do(call)
             if self.driver.num_steps >= self.num_steps:
                 break
+        self.do(Call("masks_ready"))
         for request in self.driver.scheduler.parked():
             self.do(Call("unpark", (str(request.request_id),)))
         self.do(Call("finish"))
