@@ -168,7 +168,7 @@ def _failed(made: Run) -> list[RequestRecord]:
     return [record for record in made.records if record.error is not None]
 
 
-def _print_failures(console: Console, made: Run) -> None:
+def _print_failures(console: PlainConsole, made: Run) -> None:
     """Why requests of a run failed, each reason with the words of the first of them."""
     failed = _failed(made)
     if not failed:
@@ -177,7 +177,7 @@ def _print_failures(console: Console, made: Run) -> None:
     first = {str(record.error): record.error_message for record in reversed(failed)}
     for reason, count in Counter(str(record.error) for record in failed).most_common():
         told = f"  {count} {reason}: {first[reason]}"
-        console.print(told, style="red", markup=False, highlight=False)
+        console.print(told, style="red", highlight=False)
 
 
 def _other_server(url: str | None, model: str, prompts: str, *, send_level: bool) -> OpenAiTarget | None:
