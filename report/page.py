@@ -178,17 +178,13 @@ def _target(name: str, targets: Mapping[str, Target]) -> str:
 
 
 def _table(summaries: Sequence[RunSummary]) -> str:
-    heads = (
-        "offered/s", "policy", "class", "TTFT p50 s", "p90", "p99", "TPOT p50 ms", "p99", "in target",
-        "goodput/s", "tokens/s", "preempted", "recomputed",
-    )  # fmt: skip
     rows = []
     for rate in rates_of(summaries):
         for name in names_of(summaries):
             runs = at(summaries, name, rate)
             for number, class_name in enumerate(classes_of(runs)):
                 rows.append(_row(runs, class_name, f"{rate:.3g}", name, whole=number == 0))
-    head = "".join(f"<th>{_text(h)}</th>" for h in heads)
+    head = "".join(f"<th>{_text(h)}</th>" for h in _HEADS)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 
 
@@ -212,7 +208,9 @@ def _row(runs: Sequence[RunSummary], class_name: str, rate: str, name: str, *, w
         mean([r.recompute_tax for r in runs], ".2%") if whole else "",
     ]
     mark = ' class="first"' if whole else ""
-    return f"<tr{mark}>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
+    named = zip(_HEADS, cells, strict=True)
+    columns = (f'<td data-head="{_text(head)}">{_text(cell)}</td>' for head, cell in named)
+    return f"<tr{mark}>{''.join(columns)}</tr>"
 
 
 def _range(values: Sequence[int]) -> str:
@@ -228,6 +226,12 @@ def command_line(arguments: Sequence[str]) -> str:
     """Arguments as they would be typed, without the password of a URL."""
     return redacted(shlex.join(arguments))
 
+
+#: Columns of the table.
+_HEADS = (
+    *("offered/s", "policy", "class", "TTFT p50 s", "TTFT p90", "TTFT p99", "TPOT p50 ms", "TPOT p99"),
+    *("in target", "goodput/s", "tokens/s", "preempted", "recomputed"),
+)
 
 _NOTES = (
     "Every latency is measured from the moment a request was meant to start, whenever it was sent.",
@@ -262,6 +266,14 @@ pre {{ background: var(--soft); padding: .7rem .9rem; border-radius: 6px; white-
 th, td {{ text-align: right; padding: .16rem .38rem; white-space: nowrap; }}
 th:nth-child(2), td:nth-child(2), th:nth-child(3), td:nth-child(3) {{ text-align: left; }}
 thead th {{ border-bottom: 2px solid var(--ink); }} tr.first td {{ border-top: 1px solid var(--faint); }}
+@media (max-width: 44rem) {{ /* a phone: plots whole, and a row of the table as lines of name and value */
+  svg {{ min-width: 0; }} dl {{ grid-template-columns: 1fr; }} dd {{ overflow-wrap: anywhere; }}
+  thead {{ display: none; }} table, tbody {{ display: block; }}
+  tbody tr {{ display: grid; grid-template-columns: repeat(2, 1fr); column-gap: 1.2rem; padding: .5rem 0;
+    border-top: 1px solid var(--faint); }}
+  tbody td, tr.first td {{ display: flex; justify-content: space-between; border: 0; padding: .05rem 0; }}
+  td:empty {{ display: none; }} td::before {{ content: attr(data-head); color: gray; }}
+}}
 </style></head><body>
 <h1>{title}</h1>
 {facts}

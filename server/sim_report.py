@@ -90,8 +90,9 @@ def report(
         reduce = functools.partial(summarise, targets=targets)
         summaries = _swept(console, sweep, reduce, processes)
         wall_s = time.monotonic() - begin
+        num_policies = _counted(len(cells) // (len(offered) * seeds), "policy", "policies")
         facts = Facts(
-            title=f"{made.name}: {len(cells) // (len(offered) * seeds)} policies in virtual time",
+            title=f"{made.name}: {num_policies} in virtual time",
             workload=_described(source, made.name, len(made.requests)),
             server=f"simulated: {hardware.description}; {num_blocks or hardware.num_blocks:,} KV blocks "
             f"of {hardware.block_size} tokens",
@@ -99,7 +100,7 @@ def report(
             versions=_versions(),
             notes=(
                 f"Simulated in virtual time: the real scheduler over a model of what a step costs "
-                f"({hardware.source}). {len(cells)} runs took {wall_s:.0f} s "
+                f"({hardware.source}). {_counted(len(cells), 'run', 'runs')} took {wall_s:.0f} s "
                 f"with {processes or num_cores()} processes. "
                 "docs/SIMULATOR.md says how well the model agrees with measured runs.",
             ),
@@ -108,7 +109,9 @@ def report(
     except (VorrangError, InvalidWorkload, PlotsUnavailable, OSError) as error:
         PlainConsole(stderr=True).print(Text(str(error), "red"))
         raise typer.Exit(EXIT_USAGE) from None
-    console.print(f"{len(cells)} runs in {wall_s:.1f} s; written: {output}", highlight=False)
+    console.print(
+        f"{_counted(len(cells), 'run', 'runs')} in {wall_s:.1f} s; written: {output}", highlight=False
+    )
 
 
 def _swept(
@@ -132,6 +135,10 @@ def _swept(
 
 def _rates(text: str | None, own: Callable[[], float]) -> list[float]:
     return [factor * own() for factor in DEFAULT_FACTORS] if text is None else parse_rates(text)
+
+
+def _counted(number: int, one: str, several: str) -> str:
+    return f"{number} {one if number == 1 else several}"
 
 
 def _cells(policies: str, settings: Sequence[str], rates: Sequence[float], num_seeds: int) -> list[Cell]:

@@ -42,7 +42,7 @@ def test_policies_rates_and_seeds_become_one_page(workload_file, tmp_path):
     assert "8 runs" in result.output
     text = page.read_text()
     assert text.count("<svg") == 8
-    assert re.findall(r'<tr class="first"><td>([^<]*)</td><td>([^<]*)</td>', text) == [
+    assert re.findall(r'<tr class="first"><td[^>]*>([^<]*)</td><td[^>]*>([^<]*)</td>', text) == [
         ("6", "fcfs"), ("6", "priority"), ("60", "fcfs"), ("60", "priority"),
     ]  # fmt: skip
     assert "0, 1" in text
