@@ -73,6 +73,12 @@ PARTS = (
         "steps a second in virtual time",
     ),
     Part(
+        "fairness",
+        ("bench/fairness.py",),
+        "bench-fairness.json",
+        "tenants on VTC's real trace, in virtual time",
+    ),
+    Part(
         "speculation",
         ("bench/speculation.py", "--rounds", "3", "--threads", "1"),
         "bench-speculation.json",

@@ -142,6 +142,7 @@ class Request:
         has_started: it had a seat before.
         awaits_mask: what its grammar lets come next is not known yet, so it is granted no token to sample.
         mask_index: longest output for which that is known, as far as anybody has told; -1 = none.
+        seat_level: its level when it last got one.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         max_known_tokens: prompt + output at its longest.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
@@ -157,8 +158,8 @@ class Request:
         "num_confirmed_blocks", "num_drafted_tokens", "num_kv_losses", "num_lost_tokens",
         "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions",
         "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens", "num_tokens_in_flight",
-        "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "spec", "status",
-        "token_ids",
+        "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "seat_level", "spec",
+        "status", "token_ids",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -200,6 +201,7 @@ class Request:
         self.has_started = False
         self.awaits_mask = False
         self.mask_index = -1
+        self.seat_level = spec.level
         self.cache_rank = class_rank(spec.level)
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now

@@ -1,9 +1,9 @@
-"""Write the figures of the last ``make bench`` into README.md and docs/benchmarks.md.
+"""Write the figures of the last ``make bench`` into README.md, docs/benchmarks.md and docs/SIMULATOR.md.
 
     python tools/figures.py build/bench.json   # keeps it as docs/benchmarks.json, writes the pages
     python tools/figures.py --check            # whether the pages say what docs/benchmarks.json says
 
-Both pages have blocks between two comments; nothing in them is written by hand, so every
+These pages have blocks between two comments; nothing in them is written by hand, so every
 figure there is a line of docs/benchmarks.json. The pictures made in the same run come along.
 """
 
@@ -107,6 +107,17 @@ def simulator(figures: dict[str, Any]) -> str:
     return table((f"{figures['num_running']} running", "steps/s"), rows)
 
 
+def fairness(figures: dict[str, Any]) -> str:
+    """Differences in service between tenants."""
+    if "skipped" in figures:
+        return f"Skipped: {figures['skipped']}.\n"
+    rows = [
+        (name, *(f"{value:,.0f}" for value in row.values()))
+        for name, row in (figures["rows"] | figures["published"]).items()
+    ]
+    return table(("", "max", "mean", "variance", "tokens/s"), rows)
+
+
 def model(figures: dict[str, Any]) -> str:
     """A step of the default model."""
     faster = figures["times_faster_than_transformers"]
@@ -168,6 +179,7 @@ TITLES = {
     "speculation": ("Guessed tokens at batch 1", speculation),
     "scheduler": ("Plan + commit, steady decode, microseconds", scheduler),
     "simulator": ("The simulator", simulator),
+    "fairness": ("Difference in service between tenants on VTC's trace", fairness),
 }
 
 
@@ -227,12 +239,13 @@ def with_block(text: str, name: str, block: str) -> str:
 
 
 def pages(bench: dict[str, Any]) -> dict[Path, str]:
-    """What README and docs/benchmarks.md have to say."""
-    front, back = ROOT / "README.md", ROOT / "docs/benchmarks.md"
+    """What README, docs/benchmarks.md and docs/SIMULATOR.md have to say."""
+    front, back, virtual = ROOT / "README.md", ROOT / "docs/benchmarks.md", ROOT / "docs/SIMULATOR.md"
     text = with_block(front.read_text(), "demo", demo(bench["parts"]["demo"]["figures"]))
     return {
         front: with_block(text, "figures", readme(bench)),
         back: with_block(back.read_text(), "figures", page(bench)),
+        virtual: with_block(virtual.read_text(), "fairness", fairness(bench["parts"]["fairness"]["figures"])),
     }
 
 

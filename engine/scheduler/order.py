@@ -1,6 +1,6 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol
 
 from sortedcontainers import SortedDict
@@ -104,11 +104,15 @@ class Policy(Protocol):
         ...
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """A request got a seat, and ``num_cached_tokens`` from the prefix cache."""
+        """A request got its first seat, and ``num_cached_tokens`` from the prefix cache."""
         ...
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
         """Each of these requests produced so many output tokens."""
+        ...
+
+    def wait_for_themselves(self, tenants: Collection[str]) -> None:
+        """What waits of these tenants is kept out by their own limits."""
         ...
 
     def left(self, request: Request) -> None:
@@ -146,6 +150,9 @@ class _StaticPolicy:
         """Nothing to remember."""
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
+        """Nothing to remember."""
+
+    def wait_for_themselves(self, tenants: Collection[str]) -> None:
         """Nothing to remember."""
 
     def left(self, request: Request) -> None:

@@ -106,6 +106,8 @@ class PrefillPass:
                 elif waiting.request_id not in misfits:  # it left the queue, so look at it afresh
                     queue = (r for r in self._state.waiting if r.request_id not in misfits)
                 waiting = next(queue, None) if may_go_on else None
+        if full_tenants:
+            self._policy.wait_for_themselves(full_tenants)
 
     def _admit_or_pass(
         self, request: Request, misfits: dict[RequestId, Request], full_tenants: set[str]

@@ -91,6 +91,7 @@ class SchedulerState:
             self.limits.forget(request)
         request.status = RequestStatus.RUNNING
         request.has_started = True
+        request.seat_level = request.level
         if hit is None:
             del self.idle_holders[request.request_id]
             grown = self.blocks.grow(request, num_tokens)
@@ -101,8 +102,8 @@ class SchedulerState:
         assert admitted, "admission tests promised the blocks"
         request.num_computed_tokens = hit.num_tokens
         self._seat(request)
-        self.policy.admitted(request, hit.num_tokens)
         if is_new:
+            self.policy.admitted(request, hit.num_tokens)
             request.num_cached_tokens = hit.num_tokens
             return Started(request.request_id, request.num_prompt_tokens, hit.num_tokens)
         assert was_preempted
@@ -176,6 +177,8 @@ class SchedulerState:
 
     def set_level(self, request: Request, level: int) -> None:
         """Give a request another level, and the place in the order that goes with it."""
+        if level == request.level:
+            return
         needs_block = request.request_id in self.growing
         if request.status is RequestStatus.RUNNING:
             self._unseat(request)

@@ -6,8 +6,11 @@ and times fit its small pools: a step takes about a second, as in the walk.
 """
 
 import dataclasses
+import os
 import random
 from dataclasses import dataclass
+
+import pytest
 
 from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import ClassConfig, SchedulerConfig
@@ -15,6 +18,10 @@ from engine.sim.profiles import HardwareProfile
 from engine.sim.recorder import Recording
 from tests.support.walk import LEVELS, Episode
 from workloads.arrivals import Arrival, Workload, in_order
+
+FIRST_SEED = int(os.environ.get("VORRANG_SEED", "20261201"))
+#: "seed/number": that draw alone.
+DRAW = os.environ.get("VORRANG_DRAW", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,3 +236,39 @@ def drawn_command(seed: int, number: int) -> list[str]:
     for setting in drawn_settings(rng):
         arguments += ["--set", setting]
     return arguments
+
+
+# How tests go through draws
+
+
+def draws(num_quick, num_deep, num_each):
+    """Seeds and numbers as parameters, ``num_each`` at a time, the latter parts for the deep tests alone."""
+    if DRAW:
+        seed, number = map(int, DRAW.split("/"))
+        return [pytest.param(seed, range(number, number + 1), id=DRAW)]
+    return [
+        pytest.param(
+            FIRST_SEED, range(i, i + num_each), id=f"{i}-", marks=[pytest.mark.deep] * (i >= num_quick)
+        )
+        for i in range(0, num_deep, num_each)
+    ]
+
+
+class Replay:
+    """Names the draw under way when a test fails in it."""
+
+    def __init__(self, request, seed):
+        self._test = f"{request.path.relative_to(request.config.rootpath)}::{request.node.originalname}"
+        self._seed = seed
+        self._number = None
+
+    def __call__(self, number):
+        self._number = number
+        return self
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, kind, error, traceback):
+        if isinstance(error, Exception):
+            error.add_note(f"again: VORRANG_DRAW={self._seed}/{self._number} python -m pytest {self._test}")
