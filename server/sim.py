@@ -26,16 +26,22 @@ from engine.scheduler.config import SchedulerConfig
 from engine.sim import simulator
 from engine.sim.configurations import (
     Configuration,
-    Value,
     available_presets,
-    parse_assignment,
     parse_configuration,
 )
 from engine.sim.metrics import Report, report
 from engine.sim.profiles import PROFILES, HardwareProfile, profile_named
 from engine.sim.recorder import Recording
 from engine.sim.report import print_reports, to_json
-from server.sim_options import EXIT_DIFFERENT, EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_options import (
+    EXIT_DIFFERENT,
+    EXIT_USAGE,
+    MAX_DURATION_S,
+    MAX_NUM_BLOCKS,
+    WORKLOAD_HELP,
+    parse_settings,
+    parse_shares,
+)
 from server.sim_report import report as report_command
 from timeline.console import PlainConsole
 from workloads.arrivals import Workload
@@ -86,9 +92,14 @@ def run(
     scale: Annotated[float, typer.Option(help="Multiplies the arrival rate.")] = 1.0,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Drop longer prompts.")] = None,
     duration: Annotated[
-        float | None, typer.Option(min=1.0, help="Seconds of arrivals; default: all of them, of a mix 600.")
+        float | None,
+        typer.Option(
+            min=1.0, max=MAX_DURATION_S, help="Seconds of arrivals; default: all of them, of a mix 600."
+        ),
     ] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: the profile's.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, max=MAX_NUM_BLOCKS, help="KV blocks; default: the profile's.")
+    ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Goal of a class, CLASS=TTFT_S/TPOT_S; repeatable.")
     ] = None,
@@ -166,9 +177,7 @@ def _replay(decisions: DecisionLog) -> Replay:
 def _configurations(
     compare: list[str] | None, policy: str, discipline: str | None, settings: list[str]
 ) -> list[Configuration]:
-    defaults: dict[str, Value] = {}
-    for assignment in settings:
-        defaults |= parse_assignment(assignment)
+    defaults = parse_settings(settings)
     if compare:
         names = [name for text in compare for name in (available_presets() if text == "all" else [text])]
         return [parse_configuration(name, defaults) for name in names]

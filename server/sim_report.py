@@ -15,13 +15,20 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from engine.errors import VorrangError
-from engine.sim.configurations import Value, parse_assignment, parse_configuration
+from engine.sim.configurations import parse_configuration
 from engine.sim.profiles import PROFILES, profile_named
 from engine.sim.sweep import Cell, Source, Sweep, num_cores, run_sweep
 from report.page import Facts, command_line, write_report
 from report.style import PlotsUnavailable, figure
 from report.summary import RunSummary, summarise
-from server.sim_options import EXIT_USAGE, WORKLOAD_HELP, parse_shares
+from server.sim_options import (
+    EXIT_USAGE,
+    MAX_DURATION_S,
+    MAX_NUM_BLOCKS,
+    WORKLOAD_HELP,
+    parse_settings,
+    parse_shares,
+)
 from timeline.console import PlainConsole
 from workloads.arrivals import parse_rates
 from workloads.errors import InvalidWorkload
@@ -61,10 +68,15 @@ def report(
     tenants: Annotated[int, typer.Option(min=0, help="Tenants drawn for the requests; 0: as they are.")] = 0,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first requests.")] = None,
     duration: Annotated[
-        float | None, typer.Option(min=1.0, help="Arrivals end before then, at the workload's own rate.")
+        float | None,
+        typer.Option(
+            min=1.0, max=MAX_DURATION_S, help="Arrivals end before then, at the workload's own rate."
+        ),
     ] = None,
     max_prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Drop longer prompts.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="KV blocks; default: the profile's.")] = None,
+    num_blocks: Annotated[
+        int | None, typer.Option(min=1, max=MAX_NUM_BLOCKS, help="KV blocks; default: the profile's.")
+    ] = None,
     target: Annotated[
         list[str] | None, typer.Option(help="Goal of a class, CLASS=TTFT_S/TPOT_S; repeatable.")
     ] = None,
@@ -142,9 +154,7 @@ def _counted(number: int, one: str, several: str) -> str:
 
 
 def _cells(policies: str, settings: Sequence[str], rates: Sequence[float], num_seeds: int) -> list[Cell]:
-    defaults: dict[str, Value] = {}
-    for assignment in settings:
-        defaults |= parse_assignment(assignment)
+    defaults = parse_settings(settings)
     names = policies.split() if " " in policies or ":" in policies else policies.split(",")
     configurations = []
     for name in dict.fromkeys(filter(None, names)):

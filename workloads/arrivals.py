@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from workloads.classes import DEFAULT_LEVEL, level_named
 from workloads.errors import InvalidWorkload
 
+#: Thirty years: beyond, seconds as floats no longer tell one step from the next.
+MAX_ARRIVAL_S = 1e9
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -115,10 +118,13 @@ class Workload:
         """The same requests at ``factor`` times the rate.
 
         Raises:
-            InvalidWorkload: the factor is not positive.
+            InvalidWorkload: the factor is not a positive number, or the last request would come in no time.
         """
-        if not factor > 0:
-            raise InvalidWorkload("scale", "must be greater than 0", factor)
+        if not 0 < factor < math.inf:
+            raise InvalidWorkload("scale", "must be greater than 0 and finite", factor)
+        if self.requests and self.requests[-1].arrival_s / factor > MAX_ARRIVAL_S:
+            rule = f"must leave the last arrival within {MAX_ARRIVAL_S:g} s"
+            raise InvalidWorkload("scale", rule, factor)
         return self._mapped(lambda r: dataclasses.replace(r, arrival_s=r.arrival_s / factor))
 
     def with_prompts_up_to(self, num_tokens: int) -> "Workload":
@@ -178,12 +184,12 @@ def parse_rates(text: str) -> list[float]:
     """Read offered rates, ``1,2.5,4`` requests a second; ascending, each once.
 
     Raises:
-        InvalidWorkload: it is not of that form, or a rate is not above 0.
+        InvalidWorkload: it is not of that form, or a rate is not above 0 and finite.
     """
     try:
         rates = sorted({float(part) for part in text.split(",")})
     except ValueError:
         raise InvalidWorkload("rates", "must be numbers separated by commas", text) from None
-    if rates[0] <= 0:
-        raise InvalidWorkload("rates", "must be greater than 0", text)
+    if not all(0 < rate < math.inf for rate in rates):
+        raise InvalidWorkload("rates", "must be greater than 0 and finite", text)
     return rates

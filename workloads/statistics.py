@@ -175,16 +175,19 @@ def parse_target(text: str) -> tuple[str, Target]:
     """Read ``CLASS=TTFT_S/TPOT_S``, such as ``interactive=1/0.05``; either may be empty.
 
     Raises:
-        InvalidWorkload: it is not of that form, or names no class.
+        InvalidWorkload: it is not of that form, names no class, or is not above 0.
     """
     name, _, values = text.partition("=")
     first, _, each = values.partition("/")
     if name not in LEVELS:
         raise InvalidWorkload("target", f"must name one of {', '.join(LEVELS)}", text)
     try:
-        return name, Target(float(first or math.inf), float(each or math.inf))
+        target = Target(float(first or math.inf), float(each or math.inf))
     except ValueError:
         raise InvalidWorkload("target", "must be CLASS=TTFT_S/TPOT_S", text) from None
+    if not all(seconds > 0 for seconds in (target.ttft_s, target.tpot_s)):
+        raise InvalidWorkload("target", "must be of seconds greater than 0", text)
+    return name, target
 
 
 def per(amount: float, total: float) -> float:

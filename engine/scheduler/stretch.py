@@ -17,9 +17,10 @@ committed plan, ends with the step in which somebody ends, and lasts while all o
    - All seats are taken and nobody who runs is less urgent than the first in the queue by
      ``preempt_level_gap``: it fails for its seat, and the pass ends there.
    - Or blocks were missing when the plan before was made, under ``unified`` and an order that does
-     not move; it held decodes alone and decided nothing, nobody ended or came since, and again
-     nobody is less urgent. Free blocks only become fewer, and a cache hit only shorter, while requests
-     decode; so whoever did not fit does not fit later either.
+     not move (under ``fair`` it does with every token, so somebody else may be looked at); it held
+     decodes alone and decided nothing, nobody ended or came since, and again nobody is less urgent.
+     Free blocks only become fewer, and a cache hit only shorter, while requests decode; so whoever
+     did not fit does not fit later either.
 
 Tests hold a simulation with stretches to the results of one without.
 """

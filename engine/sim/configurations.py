@@ -36,12 +36,14 @@ _FIELDS = {field.name for field in dataclasses.fields(SchedulerConfig)}
 _GROUPS: Mapping[str, Any] = {
     name: group for name in _FIELDS if dataclasses.is_dataclass(group := getattr(_DEFAULT, name))
 }
+#: Lists, which no command line has a form for.
+_LISTS = {name for name in _FIELDS if isinstance(getattr(_DEFAULT, name), tuple)}
 
 
 def _places(name: str) -> list[tuple[str, str]]:
     """Where a setting goes: (group, field), the group empty for a field of the configuration itself."""
     group, dot, field = name.rpartition(".")
-    if not dot and name in _FIELDS - set(_GROUPS):
+    if not dot and name in _FIELDS - set(_GROUPS) - _LISTS:
         return [("", name)]
     groups = [group] if dot else sorted(_GROUPS)
     return [(g, field) for g in groups if g in _GROUPS and hasattr(_GROUPS[g], field)]
@@ -163,7 +165,7 @@ def _is_available(preset: str) -> bool:
 def _checked_places(name: str) -> list[tuple[str, str]]:
     places = _places(name)
     if not places:
-        known = sorted(_FIELDS - set(_GROUPS))
+        known = sorted(_FIELDS - set(_GROUPS) - _LISTS)
         known += sorted(f"{g}.{f.name}" for g, part in _GROUPS.items() for f in dataclasses.fields(part))
         rule = f"is no setting of this version's scheduler; it has {', '.join(known)}"
         raise InvalidSetting(f"scheduler.{name}", rule, name)

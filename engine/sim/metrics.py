@@ -74,7 +74,8 @@ def report(name: str, recording: Recording, targets: Mapping[str, Target] = TARG
         targets: by class name; a class that has none wants nothing.
     """
     records = list(recording.records.values())
-    makespan_s = recording.end_s - min((r.request.arrival_s for r in records), default=0.0)
+    first_s = min((r.request.arrival_s for r in records), default=0.0)
+    makespan_s = max(0.0, recording.end_s - first_s)  # no step is made when all are refused
     classes = class_reports(records, targets, makespan_s)
     num_served = sum(c.num_served for c in classes)
     num_output_tokens = sum(r.num_output_tokens for r in records)

@@ -71,9 +71,29 @@ def test_a_made_up_mix_needs_no_file():
         (["steady", "--classes", "interactive"], "CLASS=SHARE"),
         (["steady", "--driver", "bicycle"], "direct"),
         (["steady", "--target", "batch=x"], "TTFT_S"),
+        (["steady", "--target", "batch=nan/1"], "greater than 0"),
+        (["steady", "--target", "batch=1/-1"], "greater than 0"),
+        (["steady", "--scale", "inf"], "scale must be greater than 0 and finite"),
+        (["steady", "--scale", "1e-300"], "within 1e+09 s"),
+        (["steady", "--duration", "inf"], "--duration"),
+        (["steady", "--duration", "nan"], "--duration"),
+        (["steady", "--duration", "1e12"], "--duration"),
+        (["steady", "--num-blocks", "99999999999"], "--num-blocks"),
+        (["steady", "--set", "policy=fcfs"], "must leave the policy"),
+        (["steady", "--set", "tenants=a"], "is no setting"),
+        (["steady", "--set", "watermark=nan"], "below 1"),
+        (["steady", "--set", "max_chunk_tokens=1e3"], "must be int"),
     ],
 )
 def test_wrong_usage_is_explained_and_exits_with_2(arguments, says):
     result = sim(*arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+def test_a_pool_in_which_nothing_fits_refuses_all_and_takes_no_time():
+    result = sim("steady", "--duration", 20, "--num-blocks", 1, "--json", "-")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)["reports"][0]
+    assert report["num_refused"] == report["num_requests"] > 0
+    assert report["makespan_s"] == report["requests_per_s"] == 0

