@@ -157,7 +157,12 @@ class RequestHandle:
             self._send(Fail(self.request_id, error))
 
     def set_level(self, level: int) -> None:
-        """Give it another level before the next step; ``LevelChanged`` acknowledges. Harmless when ended."""
+        """Give it another level; ``LevelChanged`` acknowledges. Harmless when it has ended.
+
+        Raises:
+            InvalidRequest, QueueFull: one that never had a seat would wait in another class then, which has
+                no room for it; it keeps its level.
+        """
         if not self.finished:
             self._send(SetLevel(self.request_id, level))
 

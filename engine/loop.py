@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import dataclasses
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from engine.afterwards import Afterwards
 from engine.clock import Clock, MonotonicClock
@@ -39,7 +39,7 @@ from engine.runner.base import (
     RunnerDead,
     RunnerLost,
 )
-from engine.scheduler.commands import Allow, Command, Fail, Finish
+from engine.scheduler.commands import Allow, Command, Fail, Finish, SetLevel
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -164,14 +164,48 @@ class Engine:
             EmptyPrompt, ContextExceeded, PoolExceeded, QueueFull, TenantQuotaExceeded, InvalidRequest:
                 see ``Scheduler.submit``.
         """
+        return self.submit_together([spec], on_ready)[0]
+
+    def submit_together(
+        self, specs: Sequence[RequestSpec], on_ready: Callable[[RequestHandle], None] | None = None
+    ) -> list[RequestHandle]:
+        """Queue the outputs of one prompt, all of them or none.
+
+        Args:
+            specs: what is asked for; at least one, alike but for their ids and sampling.
+            on_ready: see ``submit``; called for each of them.
+
+        Raises:
+            VorrangError: see ``submit``; then nobody was displaced or told of anything.
+        """
         if self._draining:
             raise Draining
-        if spec.adapter and spec.adapter not in self.info.adapters:
-            known = ", ".join(map(repr, sorted(self.info.adapters)))
-            there = f"only {known}" if known else "none at all"
-            raise UnknownModel(f"adapter {spec.adapter[:80]!r} is not served, {there}")
-        assert spec.request_id not in self._delivery
+        for spec in specs:
+            if spec.adapter and spec.adapter not in self.info.adapters:
+                known = ", ".join(map(repr, sorted(self.info.adapters)))
+                there = f"only {known}" if known else "none at all"
+                raise UnknownModel(f"adapter {spec.adapter[:80]!r} is not served, {there}")
+            assert spec.request_id not in self._delivery
+        texts = [self._text_of(spec) for spec in specs]
+        if len(specs) > 1:
+            self._scheduler.check_together(specs)
         now = self._clock.now()
+        return [self._queue(spec, text, on_ready, now) for spec, text in zip(specs, texts, strict=True)]
+
+    def _text_of(self, spec: RequestSpec) -> OutputText:
+        return OutputText(
+            self.tokenizer.stream_decoder(spec.prompt_token_ids),
+            spec.sampling.stop_strings,
+            include_stop_string=spec.sampling.include_stop_string,
+        )
+
+    def _queue(
+        self,
+        spec: RequestSpec,
+        text: OutputText,
+        on_ready: Callable[[RequestHandle], None] | None,
+        now: float,
+    ) -> RequestHandle:
         displaced = self._scheduler.submit(spec, now)
         sampling, guesses = spec.sampling, self.config.speculation_tokens > 0
         handle = RequestHandle(
@@ -183,15 +217,18 @@ class Engine:
         )
         if guesses and not sampling.may_be_guessed:
             self._send(Allow(spec.request_id, 0))
-        text = OutputText(
-            self.tokenizer.stream_decoder(spec.prompt_token_ids),
-            sampling.stop_strings,
-            include_stop_string=sampling.include_stop_string,
-        )
         self._delivery.add(handle, text, now)
         self._delivery.hand_out(displaced)
         self._wake.set()
         return handle
+
+    def check_levels(self, request_ids: Iterable[RequestId], level: int) -> None:
+        """Refuse a new level unless all of these can have it now; changes nothing.
+
+        Raises:
+            InvalidRequest, QueueFull: see ``Scheduler.check_levels``.
+        """
+        self._scheduler.check_levels(request_ids, level)
 
     async def prepare(self, grammar: GrammarSpec, timeout_s: float) -> None:
         """Have a grammar compiled before a request with it is submitted; steps go on meanwhile.
@@ -382,7 +419,21 @@ class Engine:
         self._idle = False
 
     def _send(self, command: Command) -> None:
-        self._commands.append(command)
+        """Have a command obeyed before the next plan.
+
+        Raises:
+            InvalidRequest, QueueFull: a new level can't be had. One that can be refused is obeyed at once,
+                and with it what was said about the request's level before.
+        """
+        if isinstance(command, SetLevel) and self._scheduler.joins_another_class(command):
+            now, earlier = self._clock.now(), [*self._commands]
+            for other in earlier:
+                if isinstance(other, SetLevel) and other.request_id == command.request_id:
+                    self._commands.remove(other)
+                    self._delivery.obey(other, now)
+            self._delivery.obey(command, now)
+        else:
+            self._commands.append(command)
         self._wake.set()
 
     def _drain_inbox(self) -> None:

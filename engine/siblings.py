@@ -7,7 +7,7 @@ by itself; cancel, pause and priority hold for all.
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Protocol
 
 from engine.errors import VorrangError
@@ -16,14 +16,32 @@ from engine.handle import Handle, RequestHandle
 from engine.request import FinishReason, RequestId, RequestSpec, Usage
 from engine.sampling import sibling_seed
 
+#: Reasons of which the first that any output has is that of the request: what cut an output off comes before
+#: what it ended with itself. It does not depend on which output ends last.
+GRAVITY = (
+    FinishReason.CANCELLED,
+    FinishReason.TIME_LIMIT,
+    FinishReason.CAPACITY,
+    FinishReason.LENGTH,
+    FinishReason.STOP_STRING,
+    FinishReason.STOP_TOKEN,
+    FinishReason.STOP,
+)
+#: What of the usage is said of the prompt.
+_OF_FIRST = ("prompt_tokens", "cached_tokens")
+
 
 class Submits(Protocol):
-    """What takes requests: see ``Engine.submit``."""
+    """What takes requests: see ``Engine``."""
 
-    def submit(
-        self, spec: RequestSpec, on_ready: Callable[[RequestHandle], None] | None = None
-    ) -> RequestHandle:
-        """Queue a request."""
+    def submit_together(
+        self, specs: Sequence[RequestSpec], on_ready: Callable[[RequestHandle], None] | None = None
+    ) -> list[RequestHandle]:
+        """Queue requests, all of them or none."""
+        ...
+
+    def check_levels(self, request_ids: Iterable[RequestId], level: int) -> None:
+        """Refuse a new level unless all of these can have it."""
         ...
 
 
@@ -39,15 +57,12 @@ def submit_siblings(
     and nothing of the prompt is said to them again.
 
     Raises:
-        VorrangError: as ``Engine.submit``; those that were queued already are never computed.
+        VorrangError: as ``Engine.submit_together``.
     """
-    siblings = SiblingsHandle(spec, on_ready)
-    try:
-        for index in range(num_outputs):
-            siblings.add(engine.submit(sibling_spec(spec, index), siblings.on_event))
-    except VorrangError as error:
-        siblings.abandon(error)
-        raise
+    siblings = SiblingsHandle(engine, spec, on_ready)
+    specs = [sibling_spec(spec, index) for index in range(num_outputs)]
+    for handle in engine.submit_together(specs, siblings.on_event):
+        siblings.add(handle)
     return siblings
 
 
@@ -66,15 +81,17 @@ class SiblingsHandle:
     """A ``Handle`` of several requests.
 
     The end of each is an ``OutputFinished``; once all have ended ``Finished`` follows, with the
-    reason of the last. When one fails all do, and ``Failed`` is the only end.
+    gravest of their reasons (``GRAVITY``). When one fails all do, and ``Failed`` is the only end.
 
     Args:
+        engine: where they are.
         spec: what was asked for.
         on_ready: see ``Engine.submit``.
     """
 
-    def __init__(self, spec: RequestSpec, on_ready: Callable[[Handle], None] | None) -> None:
+    def __init__(self, engine: Submits, spec: RequestSpec, on_ready: Callable[[Handle], None] | None) -> None:
         self.spec = spec
+        self._engine = engine
         self._on_ready = on_ready
         self._handles: list[RequestHandle] = []
         self._index_of: dict[RequestId, int] = {}
@@ -87,11 +104,6 @@ class SiblingsHandle:
         """One more."""
         self._index_of[handle.request_id] = len(self._handles)
         self._handles.append(handle)
-
-    def abandon(self, error: VorrangError) -> None:
-        """Not all could be queued: nobody hears of those that were."""
-        self._on_ready = None
-        self.fail(error)
 
     @property
     def request_id(self) -> RequestId:
@@ -143,7 +155,12 @@ class SiblingsHandle:
             handle.fail(error)
 
     def set_level(self, level: int) -> None:
-        """Give all another level before the next step; one ``LevelChanged`` acknowledges."""
+        """Give all another level, or none; one ``LevelChanged`` acknowledges.
+
+        Raises:
+            InvalidRequest, QueueFull: see ``RequestHandle.set_level``.
+        """
+        self._engine.check_levels([handle.request_id for handle in self._alive()], level)
         for handle in self._handles:
             handle.set_level(level)
 
@@ -213,9 +230,8 @@ class SiblingsHandle:
         usage = usage_of_all(end.usage for end in by_index)
         if self._error is not None:
             return Failed(self.request_id, self._error, usage)
-        last = self._ends[-1]
-        assert isinstance(last, Finished)
-        return Finished(self.request_id, last.reason, usage)
+        reasons = {end.reason for end in by_index if isinstance(end, Finished)}
+        return Finished(self.request_id, min(reasons, key=GRAVITY.index), usage)
 
 
 def usage_of_all(usages: Iterable[Usage]) -> Usage:
@@ -224,17 +240,10 @@ def usage_of_all(usages: Iterable[Usage]) -> Usage:
     The prompt counts once, as the first output met it; tokens and preemptions add up; of times,
     which pass side by side, each is the longest.
     """
-    first, *others = usages
-    every = (first, *others)
-    times = {
-        field.name: max(getattr(usage, field.name) for usage in every)
+    every = tuple(usages)
+    of_first = {name: getattr(every[0], name) for name in _OF_FIRST}
+    together = {
+        field.name: (max if field.name.endswith("_s") else sum)(getattr(usage, field.name) for usage in every)
         for field in dataclasses.fields(Usage)
-        if field.name.endswith("_s")
     }
-    return dataclasses.replace(
-        first,
-        output_tokens=sum(usage.output_tokens for usage in every),
-        recomputed_tokens=sum(usage.recomputed_tokens for usage in every),
-        preemptions=sum(usage.preemptions for usage in every),
-        **times,
-    )
+    return Usage(**together | of_first)

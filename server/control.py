@@ -164,7 +164,8 @@ class ControlService:
         """Give any request another level, whatever its tenant may.
 
         Raises:
-            InvalidRequest: no priority.
+            InvalidRequest: no priority, or its class can never hold it.
+            QueueFull: it was never admitted, and the queue of its new class has no room for it.
             UnknownRequest: it is not alive.
         """
         level = convert.level_of(request.priority)

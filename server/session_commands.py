@@ -15,10 +15,12 @@ from server import convert
 from server.backend import Backend, server_version, token_ids_of, with_bad_words
 from server.convert import Draft
 from server.errors import public, status_of
+from server.flow import Flow
 from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES, check_request_id
 from server.registry import SessionRecord
 from server.session_writer import SessionWriter
+from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 
 _MAX_CLIENT_NAME_BYTES = 128
@@ -274,8 +276,20 @@ class SessionCommands:
             rule = f"reprioritize must come at most {per_s:g} times a second for one request"
             raise e.SessionLimit(rule, retry_after_s=wait_s)
         level = self._backend.allowed_level(asked)
-        request.is_capped = level != asked
-        request.when_submitted(lambda ticket, _: ticket.handle.set_level(level))
+        is_submitted = request.ticket is not None
+
+        def change(ticket: Ticket, _: Flow) -> None:
+            was_capped, request.is_capped = request.is_capped, level != asked
+            try:
+                ticket.handle.set_level(level)
+            except e.VorrangError as error:
+                request.is_capped = was_capped
+                if is_submitted:
+                    raise
+                # It waits at the level it was started with; the command alone has failed.
+                self._spawn(self._writer.put(_rejected(error, "reprioritize", request.client_id)))
+
+        request.when_submitted(change)
 
     def _resume(self, request: LiveRequest, after_sequence: int) -> None:
         if request.stream is self._writer:

@@ -6,6 +6,7 @@ next requests wait for. So a long output is never cut, and the average still hol
 
 from collections.abc import Callable, Mapping
 
+from engine.errors import Displaced
 from engine.events import Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import RequestSpec
 from engine.scheduler.plan import Plan
@@ -70,7 +71,9 @@ class TokenRates:
     def ended(
         self, spec: RequestSpec, event: Finished | Failed, ttft_s: float | None, total_s: float
     ) -> None:
-        """All is spent already."""
+        """All is spent already. A prompt that was displaced was never computed, so it is given back."""
+        if isinstance(event, Failed) and isinstance(event.error, Displaced) and not spec.shares_prompt:
+            self.spend(spec.tenant, -len(spec.prompt_token_ids))
 
     def spend(self, tenant: str, num_tokens: int) -> None:
         """Tokens were computed for a tenant."""

@@ -6,14 +6,13 @@ plan, ``commit`` its result; the next plan may be made before that
 calls give the same plans.
 """
 
-import heapq
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 from engine.errors import ContextExceeded, Displaced, EmptyPrompt, PoolExceeded
 from engine.events import LevelChanged, SchedulerEvent, TokensSampled
-from engine.priority import check_level
+from engine.priority import check_level, class_of
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec, RequestStatus
 from engine.scheduler.ahead import UncommittedPlans
 from engine.scheduler.commands import (
@@ -33,9 +32,11 @@ from engine.scheduler.deadlines import Deadlines
 from engine.scheduler.disciplines import new_discipline
 from engine.scheduler.draft import Gate, StepDraft
 from engine.scheduler.grants import decode_grants, other_grants
+from engine.scheduler.limits import Unit, place_for, place_of
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.policies import policy_named
 from engine.scheduler.quarantine import Quarantine
+from engine.scheduler.room import room_for_all
 from engine.scheduler.speculation import Speculation, verified
 from engine.scheduler.state import SchedulerState
 from kv.block_manager import BlockManager
@@ -111,14 +112,19 @@ class Scheduler:
         """Whether it may have killed the runner and is computed alone."""
         return self._quarantine.holds(request_id)
 
-    def check(self, spec: RequestSpec) -> None:
-        """Refuse what could never run. Changes nothing.
+    def check(self, spec: RequestSpec, num_outputs: int = 1) -> None:
+        """Refuse what could never run, or wait. Changes nothing.
+
+        Args:
+            spec: what is asked for.
+            num_outputs: so many times, at once.
 
         Raises:
             EmptyPrompt: no token.
             ContextExceeded: prompt + max_tokens is longer than the context.
             PoolExceeded: prompt + 1 token is larger than the whole pool.
-            InvalidRequest: the level is out of range, or its tenant may never run that many tokens.
+            InvalidRequest: the level is out of range, its tenant may never run that many tokens, or not
+                even an empty queue holds them.
         """
         num_prompt_tokens = len(spec.prompt_token_ids)
         context = self.config.max_context_tokens
@@ -138,6 +144,50 @@ class Scheduler:
             rule = f"must leave room for an output token in the KV pool of {pool_tokens} tokens"
             raise PoolExceeded("prompt", rule, num_prompt_tokens)
         self._state.tenants.check(spec, self._num_tokens_max(spec))
+        self._state.limits.check_ever(place_for(spec), num_outputs)
+
+    def check_together(self, specs: Sequence[RequestSpec]) -> None:
+        """Refuse the outputs of one prompt unless all of them can be queued now. Changes nothing.
+
+        Raises:
+            EmptyPrompt, ContextExceeded, PoolExceeded, InvalidRequest, QueueFull, TenantQuotaExceeded:
+                as ``submit`` would for one of them.
+        """
+        for spec in specs:
+            self.check(spec, len(specs))
+        room_for_all(self._state, [place_for(spec) for spec in specs])
+
+    def check_levels(self, request_ids: Iterable[RequestId], level: int) -> None:
+        """Refuse a new level unless all of these can have it now; those that have ended can. Changes nothing.
+
+        Raises:
+            InvalidRequest: it is out of range, or not even an empty queue of its class holds them.
+            QueueFull: they would break a limit of the queue of its class.
+        """
+        requests = [self._state.requests[i] for i in request_ids if i in self._state.requests]
+        self._room_at(requests, check_level(level))
+
+    def joins_another_class(self, command: SetLevel) -> bool:
+        """Whether a new level is an arrival in another class, which can be refused.
+
+        Raises:
+            InvalidRequest: it is out of range.
+        """
+        to_class, request = class_of(command.level), self._state.requests.get(command.request_id)
+        return request is not None and not request.has_started and class_of(request.level) is not to_class
+
+    def _room_at(self, requests: Sequence[Request], level: int) -> list[Unit]:
+        """Who must end so that these can have another level: who was never admitted waits in its class."""
+        moving = [r for r in requests if not r.has_started and class_of(r.level) is not class_of(level)]
+        if not moving:
+            return []
+        newcomers = [place_of(request)._replace(level=level) for request in moving]
+        for place in newcomers:
+            self._state.limits.check_ever(place, len(newcomers))
+        return room_for_all(self._state, newcomers, moving)
+
+    def _displace(self, units: Iterable[Unit], now: float) -> list[SchedulerEvent]:
+        return [self._state.fail(request, Displaced(), now) for unit in units for request in unit]
 
     def _num_tokens_max(self, spec: RequestSpec) -> int:
         """Tokens at which a request ends whatever it says."""
@@ -149,7 +199,7 @@ class Scheduler:
         """Queue a request; in a full queue it takes the place of the least urgent one that is less urgent.
 
         Returns:
-            The end of the request that was displaced, if one was.
+            The end of the request that was displaced, if one was; of all its outputs.
 
         Raises:
             EmptyPrompt, ContextExceeded, PoolExceeded, InvalidRequest: see ``check``.
@@ -157,31 +207,13 @@ class Scheduler:
         """
         self.check(spec)
         assert spec.request_id not in self._state.requests
-        self._state.limits.check_tenant(spec)
+        events = self._displace(room_for_all(self._state, [place_for(spec)]), now)
         request = Request(spec, self._num_arrivals, now)
         request.num_tokens_max = self._num_tokens_max(spec)
-        events = self._make_room(request, now)
         self._num_arrivals += 1
         self._state.enqueue(request)
         self._deadlines.add(request)
         return events
-
-    def _make_room(self, newcomer: Request, now: float) -> list[SchedulerEvent]:
-        broken = self._state.limits.broken_by(newcomer.spec)
-        if broken is None:
-            return []
-        scope, error = broken
-        key = self.policy.key
-        parked = [request for request in self._state.parked.values() if not request.has_started]
-        parked.sort(key=key, reverse=True)  # who does not want to run yet holds a place like any other
-        for request in heapq.merge(parked, reversed(self._state.waiting), key=key, reverse=True):
-            if self.policy.urgency(request) <= self.policy.urgency(newcomer):
-                break
-            if self._state.limits.counts(request, scope):
-                if error.unit == "tokens" and request.num_prompt_tokens < newcomer.num_prompt_tokens:
-                    continue  # its place would not be enough
-                return [self._state.fail(request, Displaced(), now)]
-        raise error
 
     def position(self, request_id: RequestId) -> int:
         """Requests that wait and would be served before this one, which waits."""
@@ -193,6 +225,9 @@ class Scheduler:
         May be called at any time, between ``plan`` and ``commit`` too: what a step
         in flight samples for a request that ends now is dropped; of one that is
         preempted or parked it is kept.
+
+        Raises:
+            InvalidRequest, QueueFull: a level that the request can't have, see ``check_levels``.
         """
         if isinstance(command, LoseKv):
             return self._lose_kv(command, now)
@@ -208,8 +243,9 @@ class Scheduler:
             case Fail(error=error):
                 return [self._state.fail(request, error, now)]
             case SetLevel(level=level):
-                self._state.set_level(request, check_level(level))
-                return [LevelChanged(request.request_id, level)]
+                events = self._displace(self._room_at([request], check_level(level)), now)
+                self._state.set_level(request, level)
+                return [*events, LevelChanged(request.request_id, level)]
             case Preempt():
                 if request.status is not RequestStatus.RUNNING:
                     return []

@@ -19,6 +19,16 @@ from engine.scheduler.tenants import TenantSeats
 from kv.block_manager import BlockManager, PrefixHit
 
 
+class Family:
+    """The outputs of one prompt that are alive, and whether any of them ever had a seat."""
+
+    __slots__ = ("has_started", "members")
+
+    def __init__(self) -> None:
+        self.members: dict[RequestId, Request] = {}
+        self.has_started = False
+
+
 class SchedulerState:
     """Requests and where they stand.
 
@@ -34,6 +44,7 @@ class SchedulerState:
         waiting: requests that wait, never admitted or preempted, in policy order.
         parked: requests that are not to be computed; they may hold blocks.
         requests: all that are alive, by id.
+        families: of the requests that are outputs of one prompt, by its name.
         limits: what the requests that were never admitted take of the queue limits.
         tenants: what the seats take of the limits of their tenants.
         starvation: who waited longer than its class may.
@@ -54,6 +65,7 @@ class SchedulerState:
         self.waiting = policy.new_queue()
         self.parked: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
+        self.families: dict[str, Family] = {}
         self.limits = QueueLimits(config)
         self.tenants = TenantSeats(config.tenants)
         self.starvation = StarvationWatch(self.rules)
@@ -66,6 +78,9 @@ class SchedulerState:
         """A new request joins the queue."""
         self.policy.arrived(request)
         self.requests[request.request_id] = request
+        if request.spec.family:
+            family = self.families.setdefault(request.spec.family, Family())
+            family.members[request.request_id] = request
         self.waiting.push(request)
         self.limits.add(request)
         self.starvation.watch(request)
@@ -104,6 +119,8 @@ class SchedulerState:
         self._seat(request)
         if is_new:
             self.policy.admitted(request, hit.num_tokens)
+            if request.spec.family:
+                self.families[request.spec.family].has_started = True
             request.num_cached_tokens = hit.num_tokens
             return Started(request.request_id, request.num_prompt_tokens, hit.num_tokens)
         assert was_preempted
@@ -351,6 +368,11 @@ class SchedulerState:
         self.starvation.forget(request)
         request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
+        if request.spec.family:
+            members = self.families[request.spec.family].members
+            del members[request.request_id]
+            if not members:
+                del self.families[request.spec.family]
         self.policy.left(request)
 
     def check_integrity(self) -> None:
@@ -374,6 +396,8 @@ class SchedulerState:
             self._check_request(request)
         self.limits.check_integrity(r for r in self.requests.values() if not r.has_started)
         self.tenants.check_integrity(self.running)
+        in_families = {i for family in self.families.values() for i in family.members}
+        assert in_families == {i for i, r in self.requests.items() if r.spec.family}
         self.starvation.check_integrity(self.requests.values())
 
     def _check_request(self, request: Request) -> None:

@@ -11,8 +11,9 @@ import textwrap
 
 import pytest
 
+from engine.scheduler.limits import QueueLimits
 from engine.scheduler.scheduler import Scheduler
-from tests.support.walk import WalkFailed, walk
+from tests.support.walk import MOODS, Episode, WalkFailed, walk
 
 NUM_WALKS = 10
 NUM_STEPS = int(os.environ.get("VORRANG_WALK_STEPS", "100000")) // NUM_WALKS
@@ -54,6 +55,12 @@ AT_LEAST = {
     "displaced": 25,
     "refused by a limit": 150,
     "refused as too large": 12,
+    "refused for good": 8,
+    "refused a level": 8,
+    "displaced for a level": 1,
+    "accepted together": 12,
+    "refused together by a limit": 5,
+    "refused together for good": 8,
     "guessed": 100,
     "more than one token in a step": 50,
     "replayed": 2,
@@ -120,3 +127,39 @@ def test_a_broken_scheduler_is_found_and_a_short_script_shows_it(monkeypatch):
     assert len(script.splitlines()) < 12
     with pytest.raises(AssertionError):
         exec(script, {})
+
+
+def only_the_first_limit(self, newcomer, tally, units):
+    """``room_for`` as if the first broken limit were the only one."""
+    broken = [limit for limit in self._of(newcomer) if limit.excess(tally, newcomer) > 0]
+    first, every = broken[:1], self._of
+    self._of = lambda place: tuple(first)
+    try:
+        return room_for(self, newcomer, tally, units)
+    finally:
+        self._of = every
+
+
+room_for = QueueLimits.room_for
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "instead"),
+    [
+        (QueueLimits, "room_for", only_the_first_limit),
+        (QueueLimits, "check_ever", lambda self, place, num_outputs: None),
+        (Scheduler, "check_together", lambda self, specs: None),
+        (Scheduler, "_room_at", lambda self, requests, level: []),
+    ],
+    ids=["one limit alone", "nothing is for good", "one output after the other", "any level"],
+)
+def test_limits_that_do_not_hold_are_found(monkeypatch, where, name, instead):
+    monkeypatch.setattr(where, name, instead)
+    with pytest.raises(AssertionError):
+        about_limits(100)
+
+
+def about_limits(number):
+    """So many episodes of those that are about limits."""
+    for place in range(number):
+        Episode(FIRST_SEED, MOODS.index("limits") + place * len(MOODS)).run()

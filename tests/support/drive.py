@@ -3,7 +3,8 @@
 ``Driver`` keeps a model of what must hold that shares no code with the
 scheduler: what was emitted, who ended, who may be evicted. Numbers in comments
 are those of the invariants in docs/SCHEDULING.md; ``tests.support.oracle`` holds
-single rules, ``tests.support.plan_checks`` what holds of every plan.
+single rules, ``tests.support.queue_oracle`` who may wait, ``tests.support.plan_checks``
+what holds of every plan.
 """
 
 import dataclasses
@@ -11,11 +12,12 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from engine.errors import InternalError, VorrangError
+from engine.errors import InternalError, PoolExceeded, VorrangError
 from engine.events import (
     TERMINAL,
     Failed,
     Finished,
+    LevelChanged,
     Preempted,
     Resumed,
     SchedulerEvent,
@@ -30,7 +32,7 @@ from engine.scheduler.decisions import RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
 from engine.scheduler.scheduler import Scheduler
 from kv.block_manager import BlockManager
-from tests.support import oracle, plan_checks
+from tests.support import oracle, plan_checks, queue_oracle
 from tests.support.readback import ReadBackRunner, Text, text_of
 from tests.support.seen import Seen, Standing
 
@@ -77,6 +79,7 @@ class Driver:
         decisions=None,
         check_every_call=True,
         depth=0,
+        class_limits=None,
         **config,
     ):
         self.depth = depth
@@ -89,7 +92,7 @@ class Driver:
         watermark, max_wait_s = config.pop("watermark", 0.0), config.pop("max_wait_s", 1e9)
         for name in ("interactive", "standard", "batch"):
             own = 0.0 if name == "interactive" else watermark
-            config.setdefault(name, ClassConfig(max_wait_s, own))
+            config.setdefault(name, ClassConfig(max_wait_s, own, **(class_limits or {}).get(name, {})))
         self.config = SchedulerConfig(**config)
         self.texts: dict[RequestId, Text] = {}
         self.runner = ReadBackRunner(num_blocks, block_size, self.texts)
@@ -106,6 +109,7 @@ class Driver:
         self.num_steps = 0
         self.longest = 0
         self.num_forced: Counter[RequestId] = Counter()
+        self.started_families: set[str] = set()  # of those alive
         self.max_wait_s = max(self.config.class_config(level).max_wait_s for level in (-10, 0, 10))
         self.sitting: dict[RequestId, bool] = {}  # whose next token is not sampled, and whether it then waits
         self.decoded_last = False  # the last step of prefill_first was one of decodes
@@ -114,7 +118,10 @@ class Driver:
 
     def submit(self, name, prompt=8, *, level=0, max_tokens=8, **more) -> RequestId:
         """``prompt``: a number of tokens (different for every request) or the tokens themselves."""
-        request_id = RequestId(name)
+        return self.submit_together([name], prompt, level=level, max_tokens=max_tokens, **more)[0]
+
+    def submit_together(self, names, prompt=8, *, level=0, max_tokens=8, **more) -> list[RequestId]:
+        """The outputs of one prompt, all of them or none."""
         if isinstance(prompt, int):
             prompt = [(len(self.seen) * 7 + i * i) % 256 for i in range(prompt)]
         salt, tenant = more.pop("cache_salt", ""), more.pop("tenant", "")
@@ -122,22 +129,44 @@ class Driver:
         eos, family = frozenset(more.pop("eos_token_ids", ())), more.pop("family", "")
         adapter = more.pop("adapter", "")
         sampling = SamplingParams(max_tokens=max_tokens, temperature=float("seed" in more), **more)
-        spec = RequestSpec(
-            request_id,
-            tuple(prompt),
-            sampling,
-            level,
-            eos,
-            salt,
-            tenant,
-            queue_deadline,
-            total_deadline,
-            family=family,
-            adapter=adapter,
-        )
+        specs = [
+            RequestSpec(
+                RequestId(name),
+                tuple(prompt),
+                sampling,
+                level,
+                eos,
+                salt,
+                tenant,
+                queue_deadline,
+                total_deadline,
+                family=family,
+                adapter=adapter,
+            )
+            for name in names
+        ]
+        newcomers = [
+            queue_oracle.newcomer(spec, level, len(self.seen) + index) for index, spec in enumerate(specs)
+        ]
+        outcome, displaced = queue_oracle.expected(self, newcomers), []
+        try:
+            if len(specs) > 1:
+                self.scheduler.check_together(specs)
+            for spec in specs:
+                displaced += self.queue(spec)
+        except VorrangError as error:
+            assert not displaced, "displaced for one that was refused"
+            queue_oracle.check_refused(self, outcome, error, newcomers)
+            raise
+        queue_oracle.check_accepted(self, outcome, displaced)
+        self.check()
+        return [spec.request_id for spec in specs]
+
+    def queue(self, spec: RequestSpec) -> list[SchedulerEvent]:
+        """Submit it, and note what must come of it."""
         displaced = self.scheduler.submit(spec, self.now)
-        oracle.check_displaced(self, spec, displaced)
-        self.longest = max(self.longest, len(prompt) + max_tokens)
+        prompt, sampling, request_id = list(spec.prompt_token_ids), spec.sampling, spec.request_id
+        self.longest = max(self.longest, len(prompt) + sampling.max_tokens)
         repetitive = self.config.speculation_tokens > 0
         self.texts[request_id] = text = text_of(prompt, sampling, repetitive=repetitive)
         expected = text.token_ids[len(prompt) :]
@@ -150,21 +179,62 @@ class Driver:
             num_earlier=len(self.seen_alive),
         )
         self.book(displaced)
-        oracle.check_limits(self, spec)
-        self.check()
-        return request_id
+        assert not queue_oracle.broken(self.config, queue_oracle.queued(self))
+        return displaced
 
     def try_submit(self, name, prompt=8, **more) -> VorrangError | None:
-        """Like ``submit``; what refuses the request is checked and returned."""
+        """Like ``submit``; what refuses the request is returned."""
+        return self.try_submit_together([name], prompt, **more)
+
+    def try_submit_together(self, names, prompt=8, **more) -> VorrangError | None:
+        """Like ``submit_together``; what refuses the requests is returned."""
         try:
-            self.submit(name, prompt, **more)
+            self.submit_together(names, prompt, **more)
         except VorrangError as error:
-            oracle.check_refusal(self, error, len(prompt), more.get("level", 0), more.get("tenant", ""))
+            refusal = error
+        else:
+            return None
+        too_large = len(prompt) + 1 > self.blocks.num_blocks * self.blocks.block_size
+        assert too_large == isinstance(refusal, PoolExceeded)
+        self.check()
+        return refusal
+
+    def try_apply(self, command: Command) -> VorrangError | None:
+        """Like ``apply``; what refuses a new level is returned."""
+        try:
+            self.apply(command)
+        except VorrangError as error:
+            assert isinstance(command, SetLevel)
             self.check()
             return error
         return None
 
+    def apply_level(self, command: SetLevel) -> list[SchedulerEvent]:
+        """A new level: who never had a seat arrives in its class, if it is another one."""
+        name = command.request_id
+        moving = [member for member in queue_oracle.queued(self) if member.request_id == name]
+        newcomers = [member._replace(level=command.level) for member in moving]
+        outcome = queue_oracle.expected(self, newcomers, frozenset({str(name)}))
+        before = self.scheduler.find(name)
+        try:
+            events = self.scheduler.apply(command, self.now)
+        except VorrangError as error:
+            queue_oracle.check_refused(self, outcome, error, newcomers)
+            self.noted["refused a level"] += 1
+            raise
+        if before is not None:
+            *displaced, changed = events
+            assert changed == LevelChanged(name, command.level)
+            queue_oracle.check_accepted(self, outcome, displaced)
+            self.noted["displaced for a level"] += bool(displaced)
+        self.book(events)
+        assert not queue_oracle.broken(self.config, queue_oracle.queued(self))
+        self.check()
+        return events
+
     def apply(self, command: Command) -> list[SchedulerEvent]:
+        if isinstance(command, SetLevel):
+            return self.apply_level(command)
         seen = self.seen_alive.get(command.request_id)
         if seen is not None and isinstance(command, Park | Unpark | Preempt):
             seen.disturbed = True  # whoever asks for it can't ask for a bound
@@ -286,7 +356,7 @@ class Driver:
         if not self.depth or self.num_steps * 7919 % 5 < 2:
             self.compute()
         for command in between:
-            self.apply(command)
+            self.try_apply(command)
         if self.flights and (len(self.flights) > self.depth or not plan.grants):
             oldest = self.flights[0].plan
             if dies is not None and oldest.grants and dies(oldest):
@@ -453,6 +523,8 @@ class Driver:
                 if isinstance(event, Resumed):
                     seen.num_tokens_at_resume = len(seen.tokens)
                 seen.holds = seen.started = True
+                if seen.spec.family:
+                    self.started_families.add(seen.spec.family)
             elif isinstance(event, Preempted):
                 assert seen.holds, "preempted again before it was admitted again"  # 5
                 seen.holds = False
@@ -464,6 +536,8 @@ class Driver:
                 seen.terminal = event
                 seen.holds = False
                 del self.seen_alive[event.request_id]
+                families = {other.spec.family for other in self.seen_alive.values()}
+                self.started_families &= families
                 if isinstance(event, Finished):
                     assert event.usage.output_tokens == len(seen.tokens)
                     oracle.check_end(self, seen, event)

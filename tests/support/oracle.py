@@ -9,9 +9,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from engine.errors import Displaced, PoolExceeded, QueueFull, TenantQuotaExceeded, VorrangError
-from engine.events import Failed, Finished, LevelChanged, Preempted, SchedulerEvent
-from engine.priority import class_of
+from engine.events import Finished, Preempted
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestSpec
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.plan import Plan
@@ -299,19 +297,6 @@ def check_tenants(driver: "Driver", after: Standing) -> None:
         assert sum(longest) <= (tenant.max_running_tokens or sum(longest))
 
 
-# Queue limits
-
-
-def check_limits(driver: "Driver", newcomer: RequestSpec) -> None:
-    """Whoever was let in broke no limit of the queue or of its tenant."""
-    config = driver.config
-    queued = [seen.spec for seen in driver.seen_alive.values() if not seen.started]
-    assert len(queued) <= config.max_waiting_requests
-    own = [spec for spec in queued if spec.tenant == newcomer.tenant]
-    assert len(own) <= config.max_tenant_waiting_requests
-    assert sum(len(spec.prompt_token_ids) for spec in own) <= config.max_tenant_waiting_tokens
-
-
 def is_decoding(request: Request) -> bool:
     """Whether a running request misses its last output token alone."""
     return request.num_missing_tokens == 1 and request.num_tokens > request.num_prompt_tokens
@@ -320,35 +305,3 @@ def is_decoding(request: Request) -> bool:
 def may_be_decodes(granted: Sequence[Request], before: Standing) -> bool:
     """Whether ``prefill_first`` may have decoded; such a step also computes a prompt's last token alone."""
     return all(r.num_missing_tokens == 1 and r.request_id in before.seated for r in granted)
-
-
-def check_displaced(driver: "Driver", newcomer: RequestSpec, events: Sequence[SchedulerEvent]) -> None:
-    """In a full queue the least urgent one gives way to a more urgent newcomer; nobody who was admitted."""
-    assert len(events) <= 1
-    for event in events:
-        assert isinstance(event, Failed)
-        assert isinstance(event.error, Displaced)
-        seen = driver.seen_alive[event.request_id]
-        assert not seen.started
-        assert driver.config.policy != "fcfs", "there are no urgencies to compare"
-        level = next((e.level for e in seen.events[::-1] if isinstance(e, LevelChanged)), seen.spec.level)
-        assert level > newcomer.level
-
-
-def check_refusal(driver: "Driver", error: VorrangError, num_tokens: int, level: int, tenant: str) -> None:
-    """A newcomer is refused if the pool is too small, or a limit is reached and nobody can give way."""
-    too_large = num_tokens + 1 > driver.blocks.num_blocks * driver.blocks.block_size
-    assert too_large == isinstance(error, PoolExceeded)
-    if not isinstance(error, QueueFull):
-        return
-    queued = [r for r in driver.alive() if not driver.seen_alive[r.request_id].started]
-    if isinstance(error, TenantQuotaExceeded):
-        queued = [r for r in queued if r.spec.tenant == tenant]
-    elif error.subject != "queue":
-        queued = [r for r in queued if class_of(r.level) is class_of(level)]
-    if error.unit == "requests":
-        assert len(queued) >= error.limit
-        if not isinstance(error, TenantQuotaExceeded) and driver.config.policy != "fcfs":
-            assert all(r.level <= level for r in queued), "it could have displaced"
-    else:
-        assert sum(r.num_prompt_tokens for r in queued) + num_tokens > error.limit

@@ -14,13 +14,14 @@ from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from engine.errors import Displaced, InternalError, InvalidRequest, PoolExceeded, QueueFull
+from engine.errors import Displaced, InternalError, InvalidRequest, QueueFull
 from engine.events import Failed, Finished, Preempted
 from engine.request import FinishReason, RequestId
 from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import TenantConfig
 from tests.support.decisions import MemoryLog
 from tests.support.drive import Driver
+from tests.support.queue_oracle import is_for_other_reasons
 
 LEVELS = (-10, -1, 0, 0, 1, 10, 10)
 KINDS = ("cancel", "fail", *["preempt"] * 3, *["park"] * 2, *["unpark"] * 3, *["set_level"] * 4)
@@ -54,6 +55,11 @@ class Call(NamedTuple):
         if self.what == "submit":
             name, number, size = self.args
             return driver.try_submit(name, family(number, size), **self.more)
+        if self.what == "submit_together":
+            names, number, size = self.args
+            return driver.try_submit_together(names, family(number, size), **self.more)
+        if self.what == "set_level":
+            return driver.try_apply(command("set_level", *self.args))
         if self.what == "step":
             between, failing = self.args
             errors = {name: InternalError("nan") for name in failing}
@@ -64,6 +70,11 @@ class Call(NamedTuple):
 
     def __str__(self) -> str:
         more = "".join(f", {name}={value!r}" for name, value in self.more.items())
+        if self.what == "set_level":
+            return f"driver.try_apply(command('set_level', {', '.join(map(repr, self.args))}))"
+        if self.what == "submit_together":
+            names, number, size = self.args
+            return f"driver.try_submit_together({names!r}, family({number}, {size}){more})"
         if self.what == "submit":
             name, number, size = self.args
             return f"driver.try_submit({name!r}, family({number}, {size}){more})"
@@ -157,14 +168,31 @@ class Episode:
         elif mood == "flood":
             config["max_wait_s"] = pick([20.0, 12.0, 4.0])
         elif mood == "limits":
-            config["max_waiting_requests"] = pick([1, 2, 4])
-            config["max_tenant_waiting_requests"] = pick([2, 100])
+            config["max_waiting_requests"] = pick([1, 2, 4, 6, 100])
+            config["max_tenant_waiting_requests"] = pick([2, 3, 100, 100])
             config["max_tenant_waiting_tokens"] = pick([30, 1000])
+            config["class_limits"] = {
+                name: {
+                    "max_waiting_requests": pick([1, 2, 3, 100, 100]),
+                    "max_waiting_tokens": pick([12, 30, 1000, 1000]),
+                }
+                for name in ("interactive", "standard", "batch")
+                if rng.random() < 0.6
+            }
         if mood in ("limits", "seats", "flood"):
             limits = pick(
                 [{}, {"max_running_requests": 1}, {"max_running_requests": 2, "max_running_tokens": 40}]
             )
-            config["tenants"] = (TenantConfig("a", **limits), TenantConfig("b", weight=pick([0.5, 3.0])))
+            own = {}
+            if mood == "limits":
+                own = {
+                    "max_waiting_requests": pick([None, 1, 3]),
+                    "max_waiting_tokens": pick([None, None, 20]),
+                }
+            config["tenants"] = (
+                TenantConfig("a", **limits),
+                TenantConfig("b", weight=pick([0.5, 3.0]), **own),
+            )
         if config["discipline"] == "prefill_first":
             config["prefill_first_max_input_tokens"] = pick([16384, 6])
             config["prefill_first_max_requests"] = pick([1024, 1, 2])
@@ -179,6 +207,8 @@ class Episode:
         while True:
             for _ in range(rng.randint(0, max(0, limit - len(self.alive)))):
                 yield self.draw_submit()
+            if len(self.alive) < limit and rng.random() < (0.3 if mood == "limits" else 0.05):
+                yield self.draw_siblings()
             if mood == "flood" and len(self.alive) < 11:
                 yield self.draw_submit(level=-20, size=rng.randint(1, 12))
             if mood == "crowd" and len(self.alive) <= 3:
@@ -188,6 +218,8 @@ class Episode:
                 yield self.draw_submit(level=-30, size=rng.randint(1, 12), max_tokens=4)
             if self.alive and rng.random() < 0.25:
                 yield Call(*self.draw_command())
+            if self.alive and mood == "limits" and rng.random() < 0.6:
+                yield Call("set_level", (rng.choice(self.alive), rng.choice(LEVELS)))
             for _ in range(rng.randint(1, 6)):
                 yield self.draw_step()
                 yield from self.at_the_brink()
@@ -244,6 +276,13 @@ class Episode:
         name = f"r{self.num_submitted}"
         self.num_submitted += 1
         return Call("submit", (name, rng.randint(0, 2), size), more)
+
+    def draw_siblings(self) -> Call:
+        """Outputs of one prompt, which arrive together."""
+        call = self.draw_submit()
+        first, number, size = call.args
+        names = (first, *(f"{first}.{index}" for index in range(1, self.random.randint(2, 4))))
+        return Call("submit_together", (names, number, size), {**call.more, "family": first})
 
     def draw_step(self) -> Call:
         """A step; now and then commands come in while it computes, or a row fails."""
@@ -303,17 +342,18 @@ class Episode:
         """Do it, note it, count what is not to be seen in events."""
         self.calls.append(call)
         outcome = call.perform(self.driver)
-        if call.what == "submit":
+        if call.what in ("submit", "submit_together"):
+            names = [call.args[0]] if call.what == "submit" else call.args[0]
+            together = " together" if len(names) > 1 else ""
             if outcome is None:
-                self.alive.append(call.args[0])
+                self.alive.extend(names)
+                self.visited["accepted together"] += bool(together)
             elif isinstance(outcome, QueueFull):
-                self.visited["refused by a limit"] += 1
+                self.visited[f"refused{together} by a limit"] += 1
             else:
-                too_large_for_tenant = isinstance(outcome, InvalidRequest) and "for this tenant" in str(
-                    outcome
-                )
-                assert isinstance(outcome, PoolExceeded) or too_large_for_tenant
-                self.visited["refused as too large"] += 1
+                assert isinstance(outcome, InvalidRequest)
+                never = not is_for_other_reasons(outcome)
+                self.visited[f"refused{together} for good" if never else "refused as too large"] += 1
         elif call.what == "step" and outcome.gate is not None:
             self.visited[f"kept out by {outcome.gate.value}"] += 1
             max_bypass, seen = self.driver.config.max_bypass, self.driver.seen_alive

@@ -5,10 +5,11 @@ import functools
 
 import pytest
 
-from engine.errors import Draining, InternalError, PoolExceeded, SlowConsumer
+from engine.errors import Draining, InternalError, InvalidRequest, PoolExceeded, QueueFull, SlowConsumer
 from engine.events import Delta, Failed, Finished, LevelChanged, Preempted, Resumed, Started
 from engine.request import FinishReason, PreemptReason, RequestId
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer, expected_output
+from engine.scheduler.config import ClassConfig
 from tests.support import engines
 from tests.support.engines import collect, spec, tokens_of
 
@@ -284,3 +285,19 @@ async def test_the_queue_position_counts_those_before():
         handles = [engine.submit(spec(f"r{i}", level=level)) for i, level in enumerate((0, 0, -10, 10))]
         assert [h.queue_position for h in handles] == [0, 1, 0, 3]
         await asyncio.gather(*map(collect, handles))
+
+
+async def test_a_level_that_can_be_refused_is_answered_at_once_and_levels_keep_their_order():
+    interactive = ClassConfig(30.0, 0.0, max_waiting_requests=1)
+    async with serving(interactive=interactive) as engine:
+        first, second = (engine.submit(spec(name, level=10)) for name in ("first", "second"))
+        first.set_level(-10)
+        with pytest.raises(QueueFull, match="class interactive"):
+            second.set_level(-10)
+        second.set_level(20)  # inside its class: waits for the next plan
+        second.set_level(5)
+        with pytest.raises(InvalidRequest):
+            second.set_level(101)
+        events = await collect(second)
+        await collect(first)
+    assert [event.level for event in events if isinstance(event, LevelChanged)] == [20, 5]

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 
-from engine.errors import InternalError, QueueFull
+from engine.errors import InternalError, InvalidRequest, QueueFull
 from engine.events import (
     Delta,
     Failed,
@@ -21,7 +21,8 @@ from engine.events import (
 from engine.request import FinishReason, RequestStatus, Usage
 from engine.runner.scripted import ScriptedRunner, expected_output
 from engine.sampling import SEED_MAX, sibling_seed
-from engine.siblings import sibling_spec, submit_siblings, usage_of_all
+from engine.scheduler.config import ClassConfig
+from engine.siblings import GRAVITY, sibling_spec, submit_siblings, usage_of_all
 from tests.support import engines
 from tests.support.decisions import MemoryLog
 from tests.support.engines import GatedRunner, spec, tokens_of
@@ -166,11 +167,111 @@ async def test_when_one_fails_all_do_and_nothing_else_is_the_end():
 
 async def test_all_of_them_are_queued_or_none():
     async with serving(max_waiting_requests=3) as engine:
-        with pytest.raises(QueueFull):
+        with pytest.raises(InvalidRequest, match="num_outputs must be at most 3"):
             four(engine)
         await settled(lambda: engine.statistics().num_alive == 0)
         outputs, _ = await collect(four(engine, num_outputs=3))
     assert len(outputs) == 3
+
+
+class Told:
+    """An observer that keeps what was submitted and what ended."""
+
+    def __init__(self):
+        self.submitted_ids, self.ended_ids = [], []
+
+    def submitted(self, spec):
+        self.submitted_ids.append(spec.request_id)
+
+    def ended(self, spec, event, ttft_s, total_s):
+        self.ended_ids.append(spec.request_id)
+
+    def produced(self, spec, num_tokens, gap_s):
+        pass
+
+    def step_made(self, plan, duration_s):
+        pass
+
+    def happened(self, spec, event):
+        pass
+
+
+async def test_for_outputs_that_can_not_all_be_queued_nobody_is_displaced_or_told():
+    told, log = Told(), MemoryLog()
+    async with serving(max_waiting_requests=6, decisions=log) as engine:
+        engine._delivery._observer = told
+        # Nothing is planned before the first await, so all of these wait.
+        waiting = [engine.submit(spec(f"i{i}", PROMPT, level=-10)) for i in range(3)]
+        waiting += [engine.submit(spec(f"b{i}", PROMPT, level=10)) for i in range(3)]
+        before, num_calls = list(told.submitted_ids), len(log.lines)
+        with pytest.raises(QueueFull):
+            four(engine, level=-10)
+        assert told.submitted_ids == before
+        assert len(log.lines) == num_calls
+        assert engine.statistics().num_alive == 6
+        assert not any(handle.finished for handle in waiting)
+        outputs = four(engine, name="fits", num_outputs=3, level=-10)
+        assert engine.statistics().num_alive == 6
+        assert [handle.finished for handle in waiting] == [False] * 3 + [True] * 3
+        for handle in waiting:
+            handle.cancel()
+        outputs.cancel()
+        await engine.wait_until_idle()
+
+
+async def test_all_of_them_get_another_level_or_none():
+    interactive = ClassConfig(30.0, 0.0, max_waiting_requests=3)
+    async with serving(interactive=interactive) as engine:
+        handle = four(engine, level=10)
+        with pytest.raises(InvalidRequest, match="num_outputs must be at most 3"):
+            handle.set_level(-10)
+        one = engine.submit(spec("one", PROMPT, level=-10))
+        three = four(engine, name="three", num_outputs=3, level=10)
+        with pytest.raises(QueueFull, match="class interactive"):
+            three.set_level(-10)
+        assert {look.level for look in engine.look() if look.request_id != "one"} == {10}
+        one.cancel()
+        handle.cancel()
+        three.cancel()
+        await engine.wait_until_idle()
+
+
+async def test_the_reason_is_the_gravest_whichever_ends_last():
+    ends = set()
+    for preempted in (None, 0, 1, 2):
+        async with serving(ScriptedRunner(num_blocks=64, block_size=4)) as engine:
+            stop = chr(wanted(8, 3)[1][2])
+            handle = four(engine, num_outputs=3, stop_strings=(stop,))
+            if preempted is not None:
+                late, others = handle._handles[preempted], handle._handles.copy()
+                others.remove(late)
+                late.park()
+                await settled(lambda others=others: all(other.finished for other in others))
+                handle.unpark()
+            outputs, end = await collect(handle)
+            own = {
+                index: event.finished.reason
+                for index, events in outputs.items()
+                for event in events
+                if isinstance(event, OutputFinished)
+            }
+            assert len(set(own.values())) == 2, "it takes two reasons to tell"
+            ends.add((end.reason, tuple(sorted(own.items(), key=lambda item: item[0]))))
+    assert len(ends) == 1
+    assert ends.pop()[0] is FinishReason.LENGTH
+
+
+async def test_a_cancel_is_the_reason_even_if_an_output_had_ended():
+    async with serving(max_running_requests=1) as engine:
+        handle = four(engine, num_outputs=2, max_tokens=4)
+        await settled(lambda: handle._handles[0].finished)
+        handle.cancel()
+        _, end = await collect(handle)
+    assert end.reason is FinishReason.CANCELLED
+
+
+async def test_every_reason_has_its_place():
+    assert sorted(GRAVITY, key=lambda r: r.value) == sorted(FinishReason, key=lambda r: r.value)
 
 
 async def test_the_prompt_is_scored_once():
@@ -201,6 +302,9 @@ async def test_what_a_sibling_asks_for():
 
 
 async def test_what_several_cost():
+    numbers = {field.name: 3 for field in dataclasses.fields(Usage)}
+    for name, both in dataclasses.asdict(usage_of_all([Usage(**numbers)] * 2)).items():
+        assert both == (3 if name in ("prompt_tokens", "cached_tokens") or name.endswith("_s") else 6), name
     usage = usage_of_all([
         Usage(prompt_tokens=9, cached_tokens=4, output_tokens=3, preemptions=1, queued_s=0.5, decode_s=2.0),
         Usage(prompt_tokens=9, cached_tokens=8, output_tokens=5, recomputed_tokens=7, decode_s=3.0),
