@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from engine import errors as e
 from server import convert
-from server.backend import Backend, server_version, token_ids_of, with_bad_words
+from server.backend import Backend, server_version
 from server.convert import Draft
 from server.errors import public, status_of
 from server.live_request import LiveRequest
@@ -112,6 +112,7 @@ class SessionCommands:
         match body:
             case gen.CancelCommand():
                 request.when_submitted(lambda ticket, _: ticket.handle.cancel())
+                request.leave()
             case gen.ReprioritizeCommand():
                 self._reprioritize(request, body)
             case gen.CreditCommand():
@@ -241,8 +242,9 @@ class SessionCommands:
         """
         try:
             await self._backend.prepare(draft)
-            draft = await with_bad_words(draft, self._backend.engine)
-            token_ids = await token_ids_of(draft)
+            turn = request.turn = self._backend.turn(lambda: request.level)
+            draft = await self._backend.with_bad_words(draft, turn)
+            token_ids = await self._backend.token_ids_of(draft, turn)
             if before is not None:
                 await before.wait()
             if self._registry.find(self._tenant, request.client_id) is request:  # not started anew elsewhere
@@ -255,6 +257,8 @@ class SessionCommands:
                     received_at=request.received_at,
                 )
                 request.submitted(ticket)
+        except e.Cancelled:  # while it waited for its turn
+            request.cancelled()
         except Exception as error:
             request.refused(public(error))
         finally:
@@ -274,6 +278,8 @@ class SessionCommands:
             raise e.SessionLimit(rule, retry_after_s=wait_s)
         level = self._backend.allowed_level(asked)
         request.is_capped = level != asked
+        if not request.prepared:
+            request.level = level  # that of its turn, if it still waits for one
         request.when_submitted(lambda ticket, _: ticket.handle.set_level(level))
 
     def _resume(self, request: LiveRequest, after_sequence: int) -> None:
