@@ -10,6 +10,7 @@ Texts (tokenising, chat templates, bad words, detokenising) are done here: short
 long ones by a worker each, so that no short one ever waits for a long one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,20 +49,29 @@ class TextWork:
     """Works on callers' texts. All methods are for the event loop's thread.
 
     Args:
-        short: does short ones.
+        short: does short ones; several may.
         long: does the others.
     """
 
-    def __init__(self, short: TextPlace, long: TextPlace) -> None:
-        self._short, self._long = short, long
-        limits = {"max_waiting": MAX_WAITING, "max_waiting_bytes": MAX_WAITING_BYTES}
-        self._short_slots = Slots("short texts", 1, **limits)
-        self._long_slots = Slots("long texts", 1, **limits)
+    def __init__(self, short: Sequence[TextPlace], long: TextPlace) -> None:
+        self._places = (*short, long)
+        self._free = {True: list(short), False: [long]}
+        self._slots = {
+            is_short: Slots(
+                name,
+                len(self._free[is_short]),
+                max_waiting=MAX_WAITING,
+                max_waiting_bytes=MAX_WAITING_BYTES,
+            )
+            for is_short, name in ((True, "short texts"), (False, "long texts"))
+        }
 
     @classmethod
     def on_threads(cls, tokenizer: Tokenizer) -> "TextWork":
         """Done by threads of this process."""
-        return cls(TextThread(tokenizer, "short-texts"), TextThread(tokenizer, "long-texts"))
+        names = ("short-texts-0", "short-texts-1", "long-texts")
+        *short, long = (TextThread(tokenizer, name) for name in names)
+        return cls(short, long)
 
     @classmethod
     async def in_processes(cls, source: TokenizerSource) -> "TextWork":
@@ -75,15 +85,15 @@ class TextWork:
         """
         short = TextProcess(source)
         await short.start()
-        return cls(short, TextProcess(source, niceness=LONG_NICENESS))
+        return cls([short], TextProcess(source, niceness=LONG_NICENESS))
 
     def warm_up(self) -> None:
         """Load what the first chat would wait for; nobody waits for it."""
-        self._short.warm_up()
+        self._places[0].warm_up()
 
     def statistics(self) -> TextStatistics:
         """How things stand."""
-        return TextStatistics(self._short_slots.statistics(), self._long_slots.statistics())
+        return TextStatistics(self._slots[True].statistics(), self._slots[False].statistics())
 
     async def run(self, job: TextJob[Result], turn: Turn) -> Result:
         """Do a job when it is its turn.
@@ -97,13 +107,20 @@ class TextWork:
         """
         num_bytes = job.num_bytes
         is_short = num_bytes <= SHORT_BYTES
-        place = self._short if is_short else self._long
-        slots = self._short_slots if is_short else self._long_slots
-        return await slots.run(lambda: place.run(job), turn, num_bytes)
+        free = self._free[is_short]
+
+        async def work() -> Result:
+            place = free.pop()
+            try:
+                return await place.run(job)
+            finally:
+                free.append(place)
+
+        return await self._slots[is_short].run(work, turn, num_bytes)
 
     async def close(self) -> None:
         """End what is being done, and leave nothing behind."""
-        await self._short_slots.close()
-        await self._long_slots.close()
-        await self._short.close()
-        await self._long.close()
+        for slots in self._slots.values():
+            await slots.close()
+        for place in self._places:
+            await place.close()

@@ -55,6 +55,7 @@ class LiveRequest:
         ended: whether the engine is done with it, or never took it.
         retryable: whether it failed in a way that leaves its id free for another attempt.
         reprioritizations: how often its priority may be changed.
+        turn_level: level of its turn; None = that which was asked for at first.
         left: whether it was cancelled while it waited for that.
         turn: its turn at work on its text, before it is submitted.
     """
@@ -84,6 +85,7 @@ class LiveRequest:
         self.ended = False
         self.retryable = False
         self.left = False
+        self.turn_level: int | None = None
         self.turn: Turn | None = None
         self.reprioritizations = Bucket(settings.reprioritize_per_s, settings.reprioritize_burst)
         self._credit_tokens = credit_tokens
@@ -178,6 +180,9 @@ class LiveRequest:
     def cancelled(self) -> None:
         """It never was the engine's: it left while it waited for its turn."""
         self.left = True
+        frame = self._frame()
+        frame.accepted.level = frame.accepted.requested_level = self.level
+        self._keep(frame, 0)
         frame = self._frame()
         frame.finished.CopyFrom(convert.finished(Finished(RequestId(""), FinishReason.CANCELLED, Usage())))
         self._ended_early(frame)

@@ -61,18 +61,16 @@ async def _process(settings: Settings) -> Loaded:
         raise failures.exceptions[0] from None
     finally:
         if not loaded:
-            for task in (starting, tokenizing):
-                if task.done() and not task.cancelled() and task.exception() is None:
-                    await _close(task.result())
+            if _has_result(tokenizing) and (text := tokenizing.result()[1]) is not None:
+                await text.close()
+            if _has_result(starting):
+                await starting.result().close()
     tokenizer, text = tokenizing.result()
     return Loaded(starting.result(), tokenizer, text)
 
 
-async def _close(loaded: "ProcessRunner | tuple[Tokenizer, TextWork | None]") -> None:
-    if isinstance(loaded, ProcessRunner):
-        await loaded.close()
-    elif loaded[1] is not None:
-        await loaded[1].close()
+def _has_result(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
 
 
 async def _tokenizers(settings: Settings) -> tuple[Tokenizer, TextWork | None]:

@@ -242,7 +242,9 @@ class SessionCommands:
         """
         try:
             await self._backend.prepare(draft)
-            turn = request.turn = self._backend.turn(lambda: request.level)
+            turn = request.turn = self._backend.turn(
+                lambda: request.level if request.turn_level is None else request.turn_level
+            )
             draft = await self._backend.with_bad_words(draft, turn)
             token_ids = await self._backend.token_ids_of(draft, turn)
             if before is not None:
@@ -279,7 +281,7 @@ class SessionCommands:
         level = self._backend.allowed_level(asked)
         request.is_capped = level != asked
         if not request.prepared:
-            request.level = level  # that of its turn, if it still waits for one
+            request.turn_level = asked  # it may still wait for its turn
         request.when_submitted(lambda ticket, _: ticket.handle.set_level(level))
 
     def _resume(self, request: LiveRequest, after_sequence: int) -> None:

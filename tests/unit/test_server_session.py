@@ -246,7 +246,7 @@ async def test_a_start_whose_prompt_was_being_tokenised_is_started_anew() -> Non
         backend.submit = lambda *args, **kwargs: pytest.fail("the first stream submits")  # type: ignore[method-assign]
         turn = asyncio.Event()
 
-        async def slow(draft: Any, turn: Any) -> list[int]:
+        async def slow(draft: Any, _: Any) -> list[int]:
             await turn.wait()
             return [1]
 
