@@ -13,7 +13,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -53,6 +53,7 @@ from server.sections import ServerSection, SessionSection
 from server.slots import Turn
 from server.ticket import Ticket
 from server.token_rates import TokenRates
+from server.wire_shape import check_shape
 from vorrang.v1 import types_pb2 as types
 
 Result = TypeVar("Result")
@@ -212,6 +213,16 @@ class Backend:
         if grammar is not None:
             with self._refusals_counted():
                 await self.engine.prepare(grammar, self._grammar_compile_s_max)
+
+    def check_shape(self, raw: bytes, message_class: Any) -> None:
+        """Refuse a message that is made of too many things, before it is parsed.
+
+        Raises:
+            InvalidRequest, MalformedFrame: see ``wire_shape.check_shape``.
+        """
+        # A prompt that is a little too long is the scheduler's to refuse.
+        max_token_ids = 2**20 if self._engine is None else 2 * self.engine.config.max_context_tokens
+        check_shape(raw, message_class, max_token_ids=max(MAX_LISTED_TOKEN_IDS, max_token_ids))
 
     def turn(self, level: Callable[[], int]) -> Turn:
         """The caller's turn at work on its texts; ``level`` is what it asks for."""

@@ -1,7 +1,7 @@
 """GenerationService: single-request calls, tokens and the model; sessions live in ``server.session``.
 
-The methods are registered by hand, because ``Session`` must get raw bytes: a
-frame that can't be decoded may not cost the stream.
+The methods are registered by hand, because they must get raw bytes: a frame that can't
+be decoded may not cost the stream, and a request that can't be gets a status of ours.
 """
 
 from array import array
@@ -49,9 +49,8 @@ class GenerationService:
         methods: dict[str, Any] = {
             "Session": grpc.stream_stream_rpc_method_handler(guard.wrap(self.session, is_session=True)),
             "GenerateStream": stream(
-                guard.wrap(self.generate_stream),
-                gen.GenerateStreamRequest.FromString,
-                gen.GenerateStreamResponse.SerializeToString,
+                guard.wrap(self.generate_stream, gen.GenerateStreamRequest),
+                response_serializer=gen.GenerateStreamResponse.SerializeToString,
             ),
         }
         for name, call, request_class in (
@@ -60,7 +59,7 @@ class GenerationService:
             ("Detokenize", self.detokenize, gen.DetokenizeRequest),
             ("GetModel", self.get_model, gen.GetModelRequest),
         ):
-            methods[name] = unary(guard.wrap(call), request_class.FromString, _serialized)
+            methods[name] = unary(guard.wrap(call, request_class), response_serializer=_serialized)
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def session(self, _: Any, context: Any) -> None:

@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 
-from engine.errors import VorrangError
+from engine.errors import MalformedFrame, VorrangError
 from server.door import Door
 from server.errors import PermissionDenied, abort, row_of
 from server.identity import CALLER, Authenticator, Caller
@@ -30,6 +31,10 @@ class CallRegister(Protocol):
 
     def leave(self) -> None:
         """A call has ended."""
+        ...
+
+    def check_shape(self, raw: bytes, message_class: Any) -> None:
+        """Refuse a message that is made of too many things, before it is parsed."""
         ...
 
 
@@ -55,11 +60,20 @@ class Guard:
         self._door = door
         self._on_refusal = on_refusal
 
-    def wrap(self, call: Handler, *, is_session: bool = False, operators_only: bool = False) -> Handler:
-        """A handler that lets ``call`` end with nothing but an answer or a status of ours.
+    def wrap(
+        self,
+        call: Handler,
+        request_class: Any = None,
+        *,
+        is_session: bool = False,
+        operators_only: bool = False,
+    ) -> Handler:
+        """A handler, for raw bytes, that lets ``call`` end with nothing but an answer or a status of ours.
 
         Args:
             call: a handler of grpc's.
+            request_class: message that the bytes are to be; None = ``call`` reads for itself. grpc's own
+                deserialisers answer bytes that are none with UNKNOWN and the name of a class.
             is_session: counts against the limit of sessions, too.
             operators_only: refuse everybody else.
         """
@@ -74,6 +88,8 @@ class Guard:
             self._calls.enter()
             try:
                 CALLER.set(self._identify(context, operators_only=operators_only))
+                if request_class is not None:
+                    request = self._decoded(request, request_class)
                 return await call(request, context)
             except asyncio.CancelledError as error:
                 task = asyncio.current_task()
@@ -91,6 +107,15 @@ class Guard:
                 self._door.leave(peer, is_session=is_session)
 
         return guarded
+
+    def _decoded(self, raw: bytes, request_class: Any) -> Any:
+        try:
+            self._calls.check_shape(raw, request_class)
+            return request_class.FromString(raw)
+        except DecodeError:
+            error = MalformedFrame("request", f"must be a {request_class.__name__}", f"{len(raw)} bytes")
+            self._on_refusal(CALLER.get().tenant, row_of(error).reason)
+            raise error from None
 
     def _identify(self, context: Any, *, operators_only: bool) -> Caller:
         metadata = context.invocation_metadata() or ()

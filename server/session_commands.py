@@ -95,6 +95,7 @@ class SessionCommands:
             self._registry.leave(self._record, self._writer, for_good=self.too_bad is not None)
 
     def _decode(self, raw: bytes) -> gen.SessionRequest:
+        self._backend.check_shape(raw, gen.SessionRequest)
         try:
             return gen.SessionRequest.FromString(raw)
         except DecodeError:
