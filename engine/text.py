@@ -4,9 +4,11 @@ Knows nothing of requests, scheduling or the wire. The real tokenizer lives in
 ``engine.models.tokenizer``, the scripted one in ``engine.runner.scripted``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+from engine.errors import ContextExceeded
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,52 @@ class ChatMessage:
 
     role: str
     content: str
+
+
+class PromptTooLong(ContextExceeded):
+    """A prompt has more tokens than the context.
+
+    Attributes:
+        num_tokens: how many were made before it was refused.
+    """
+
+    num_tokens = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLimit:
+    """How long a prompt may be, so that one that is too long is refused before it is tokenised.
+
+    Attributes:
+        max_tokens: tokens of the context.
+        max_token_bytes: bytes of text that the longest token stands for.
+    """
+
+    max_tokens: int
+    max_token_bytes: int
+
+    def check_bytes(self, num_bytes: int) -> None:
+        """Refuse a text that can't be so few tokens.
+
+        Raises:
+            ContextExceeded: it has too many bytes.
+        """
+        limit = self.max_tokens * self.max_token_bytes
+        if num_bytes > limit:
+            rule = f"must be shorter than the context of {self.max_tokens} tokens, {limit} bytes at most"
+            raise ContextExceeded("prompt", rule, num_bytes)
+
+    def check_tokens(self, num_tokens: int, *, field: str = "prompt") -> None:
+        """Refuse a prompt of too many tokens.
+
+        Raises:
+            PromptTooLong: it has.
+        """
+        if num_tokens > self.max_tokens:
+            rule = f"must be shorter than the context of {self.max_tokens} tokens"
+            error = PromptTooLong(field, rule, num_tokens)
+            error.num_tokens = num_tokens
+            raise error
 
 
 class StreamDecoder(Protocol):
@@ -37,18 +85,37 @@ class Tokenizer(Protocol):
         """Whether ``encode_chat`` works."""
         ...
 
+    @property
+    def max_token_bytes(self) -> int:
+        """Bytes of text that the longest token stands for."""
+        ...
+
     def encode(self, text: str) -> list[int]:
         """Ids of a text; special tokens spelt in it are recognised."""
         ...
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a piece of text as it stands in the middle of others; nothing is put before or after it."""
+        """Ids of a piece of text as it stands in the middle of others; nothing is put before or after it.
+
+        Special tokens spelt in it stay text.
+        """
         ...
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools_json: str = "",
+        check_text: Callable[[str], object] | None = None,
     ) -> list[int]:
         """Ids of a conversation by the model's template.
+
+        Args:
+            messages: oldest first.
+            add_generation_prompt: whether the assistant's turn is opened.
+            tools_json: tools as a JSON array; empty = none.
+            check_text: is called with what the template wrote, before that is tokenised; may refuse it.
 
         Raises:
             InvalidRequest: no template, no message, a role the template refuses, or

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import threading
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from server.generation import GenerationService
 from server.guard import Guard
 from server.health import Health, follow_engine
 from server.identity import Authenticator
+from server.isolation import TextWork
 from server.metrics import Metrics, Standing
 from server.metrics_port import MetricsPort, standing
 from server.ports import Ports, check_plaintext
@@ -55,12 +55,12 @@ class Loaded:
     Attributes:
         runner: computes steps.
         tokenizer: the model's.
-        after_ready: what need not be waited for; runs on a thread once requests are taken.
+        text: works on callers' texts; None = threads of this process do. Closed with the server.
     """
 
     runner: Runner
     tokenizer: Tokenizer
-    after_ready: Callable[[], None] | None = None
+    text: TextWork | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +200,7 @@ class App:
                 try:
                     await self._serve(loaded, on_ready)
                 finally:
+                    await self.backend.close()
                     await loaded.runner.close()
         finally:
             if self._decisions is not None:
@@ -281,7 +282,7 @@ class App:
             decisions=self._sink(),
             observer=self._observer(),
         )
-        self.backend.set_engine(engine)
+        self.backend.set_engine(engine, loaded.text)
         gc.collect()
         gc.freeze()  # a model's modules stay for good; without them a collection takes no longer than a step
         try:
@@ -293,8 +294,7 @@ class App:
                 )
                 await self.health.set(serving=True)
                 on_ready(self._describe(engine))
-                if loaded.after_ready is not None:  # nobody waits for it, the end of the process neither
-                    threading.Thread(target=loaded.after_ready, name="after-ready", daemon=True).start()
+                self.backend.text.warm_up()
                 await self._stop.wait()
                 following.cancel()
                 await self._drain(engine)

@@ -11,9 +11,9 @@ import functools
 import importlib.metadata
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 
@@ -37,19 +37,26 @@ from engine.sampling import (
     MAX_STOP_TOKEN_IDS,
 )
 from engine.siblings import submit_siblings
+from engine.text import PromptLimit, PromptTooLong
+from engine.text_work.jobs import TextJob
 from server import convert
 from server.convert import Draft
-from server.convert_sampling import banned_by_words
+from server.convert_sampling import banned_by_words, pieces_of
 from server.errors import EngineStarting, row_of
 from server.identity import CALLER
+from server.isolation import TextWork
 from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES
 from server.metrics import Metrics
 from server.registry import Registry
 from server.sections import ServerSection, SessionSection
+from server.slots import Turn
 from server.ticket import Ticket
 from server.token_rates import TokenRates
+from server.wire_shape import check_shape
 from vorrang.v1 import types_pb2 as types
+
+Result = TypeVar("Result")
 
 log = structlog.get_logger("vorrang.server")
 
@@ -115,6 +122,7 @@ class Backend:
         self._grammar_compile_s_max = grammar_compile_s_max
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
+        self._text: TextWork | None = None
         self._tickets: dict[RequestId, Ticket] = {}
         self._num_calls = 0
         self._no_calls = asyncio.Event()
@@ -142,9 +150,36 @@ class Backend:
         info = self.engine.info
         return info if self._model_name is None else dataclasses.replace(info, name=self._model_name)
 
-    def set_engine(self, engine: Engine) -> None:
-        """From now on requests can be submitted."""
+    def set_engine(self, engine: Engine, text: TextWork | None = None) -> None:
+        """From now on requests can be submitted.
+
+        Args:
+            engine: computes them.
+            text: works on their texts; None = threads of this process do.
+        """
+        self._text = text or TextWork.on_threads(engine.tokenizer)
         self._engine = engine
+
+    @property
+    def text(self) -> TextWork:
+        """What works on callers' texts.
+
+        Raises:
+            EngineStarting: the model is still being loaded.
+        """
+        if self._text is None:
+            raise EngineStarting
+        return self._text
+
+    @property
+    def prompt_limit(self) -> PromptLimit:
+        """How long a prompt may be.
+
+        Raises:
+            EngineStarting: the model is still being loaded.
+        """
+        engine = self.engine
+        return PromptLimit(engine.config.max_context_tokens, engine.tokenizer.max_token_bytes)
 
     def statistics(self) -> ServerStatistics:
         """How things stand."""
@@ -160,7 +195,7 @@ class Backend:
             return convert.draft_of(
                 spec,
                 info=self.info,
-                tokenizer=self.engine.tokenizer,
+                limit=self.prompt_limit,
                 default_max_tokens=self.settings.default_max_tokens,
                 now=self.engine.now(),
                 max_request_s=self.session_settings.max_request_s,
@@ -178,6 +213,66 @@ class Backend:
         if grammar is not None:
             with self._refusals_counted():
                 await self.engine.prepare(grammar, self._grammar_compile_s_max)
+
+    def check_shape(self, raw: bytes, message_class: Any) -> None:
+        """Refuse a message that is made of too many things, before it is parsed.
+
+        Raises:
+            InvalidRequest, MalformedFrame: see ``wire_shape.check_shape``.
+        """
+        # A prompt that is a little too long is the scheduler's to refuse.
+        max_token_ids = 2**20 if self._engine is None else 2 * self.engine.config.max_context_tokens
+        check_shape(raw, message_class, max_token_ids=max(MAX_LISTED_TOKEN_IDS, max_token_ids))
+
+    def turn(self, level: Callable[[], int]) -> Turn:
+        """The caller's turn at work on its texts; ``level`` is what it asks for."""
+        caller = CALLER.get()
+        return Turn(lambda: caller.allowed(level()), caller.tenant)
+
+    async def work_on(self, job: TextJob[Result], turn: Turn) -> Result:
+        """Do a job on a caller's text when it is its turn, unless its tenant is in debt.
+
+        Raises:
+            TokenRateExceeded: its tenant has used its tokens.
+            VorrangError: see ``TextWork.run``.
+
+        Cancellation: see ``TextWork.run``.
+        """
+        with self._refusals_counted():
+            self._rates.check(turn.tenant)
+            try:
+                return await self.text.run(job, turn)
+            except PromptTooLong as error:
+                self._rates.spend(turn.tenant, error.num_tokens)
+                raise
+
+    async def token_ids_of(self, draft: Draft, turn: Turn) -> Sequence[int]:
+        """The prompt's token ids; text is tokenised off the event loop.
+
+        Raises:
+            VorrangError: see ``work_on``.
+
+        Cancellation: see ``TextWork.run``.
+        """
+        return draft.prompt if isinstance(draft.prompt, tuple) else await self.work_on(draft.prompt, turn)
+
+    async def with_bad_words(self, draft: Draft, turn: Turn) -> Draft:
+        """The draft with its bad words banned as ids; they are tokenised off the event loop.
+
+        Raises:
+            InvalidRequest: see ``convert_sampling.banned_by_words``.
+            VorrangError: see ``work_on``.
+
+        Cancellation: see ``TextWork.run``.
+        """
+        if not draft.bad_words:
+            return draft
+        ids = await self.work_on(pieces_of(draft.bad_words), turn)
+        return dataclasses.replace(draft, sampling=banned_by_words(draft.sampling, draft.bad_words, ids))
+
+    def spend(self, num_tokens: int) -> None:
+        """Tokens were made for the caller, and no request of it will be charged with them."""
+        self._rates.spend(CALLER.get().tenant, num_tokens)
 
     @property
     def default_level(self) -> int:
@@ -204,7 +299,7 @@ class Backend:
     def submit(
         self,
         draft: Draft,
-        token_ids: Iterable[int],
+        token_ids: Sequence[int],
         level: int,
         client_request_id: str,
         on_ready: Callable[[Handle], None] | None = None,
@@ -220,8 +315,15 @@ class Backend:
             TokenRateExceeded: its tenant has used its tokens.
             VorrangError: the engine refuses it, see ``Engine.submit``.
         """
-        with self._refusals_counted():
-            return self._submit(draft, token_ids, level, client_request_id, on_ready, deadline, received_at)
+        try:
+            with self._refusals_counted():
+                return self._submit(
+                    draft, token_ids, level, client_request_id, on_ready, deadline, received_at
+                )
+        except VorrangError:
+            if not isinstance(draft.prompt, tuple):  # it was tokenised for nothing
+                self.spend(len(token_ids))
+            raise
 
     def _submit(
         self,
@@ -285,12 +387,18 @@ class Backend:
             self.lives.delivered(request_id, self.engine.now())
 
     def ended(self, tenant: str, request: LiveRequest) -> None:
-        """A request of a session has its last frame; it is kept for a while, unless it never ran."""
-        if request.ticket is None:
-            self.registry.forget(tenant, request)
-        else:
+        """A request of a session has its last frame; it is kept for a while, unless it was refused."""
+        if request.ticket is not None:
             self.settle(request.ticket)
-            self.registry.retain(tenant, request)
+        elif not request.left:
+            self.registry.forget(tenant, request)
+            return
+        self.registry.retain(tenant, request)
+
+    async def close(self) -> None:
+        """No call is open any more: end what works on texts."""
+        if self._text is not None:
+            await self._text.close()
 
     def fail_queued(self) -> None:
         """Fail, as retryable, every request that has not been seen to start."""
@@ -349,33 +457,6 @@ class Backend:
             reprioritize_burst=session.reprioritize_burst,
             reprioritize_per_s=session.reprioritize_per_s,
         )
-
-
-async def with_bad_words(draft: Draft, engine: Engine) -> Draft:
-    """The draft with its bad words banned as ids; they are tokenised off the event loop.
-
-    Raises:
-        InvalidRequest: see ``convert_sampling.banned_by_words``.
-
-    Cancellation: as for ``token_ids_of``.
-    """
-    if not draft.bad_words:
-        return draft
-    make = functools.partial(banned_by_words, draft.sampling, draft.bad_words, engine.tokenizer)
-    return dataclasses.replace(draft, sampling=await asyncio.to_thread(make))
-
-
-async def token_ids_of(draft: Draft) -> Iterable[int]:
-    """The prompt's token ids; text is tokenised off the event loop.
-
-    Raises:
-        InvalidRequest: the chat template refuses the conversation.
-
-    Cancellation: returns at once; the thread finishes its work for nobody.
-    """
-    if draft.slow:
-        return await asyncio.to_thread(lambda: list(draft.tokenize()))
-    return draft.tokenize()
 
 
 @functools.cache

@@ -6,7 +6,7 @@ them: ``prompt``, ``sampling.temperature``, ``priority.level``.
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from google.protobuf.duration_pb2 import Duration
@@ -17,7 +17,8 @@ from engine.priority import check_level, level_named
 from engine.request import FinishReason, PreemptReason, RequestId, RequestSpec, Usage
 from engine.runner.base import ModelInfo
 from engine.sampling import SamplingParams
-from engine.text import ChatMessage, Tokenizer
+from engine.text import ChatMessage, PromptLimit
+from engine.text_work.jobs import EncodeChat, EncodeText
 from server.convert_sampling import (
     bad_words_of,
     check_allowed,
@@ -33,6 +34,7 @@ from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
 MAX_LABEL_BYTES = 128
+MAX_MESSAGES = 4096
 _NANOSECONDS = 1_000_000_000
 
 _FINISH_REASONS = {
@@ -53,13 +55,16 @@ _PREEMPT_REASONS = {
 }
 
 
+#: Token ids, or what makes them of a text.
+Prompt = tuple[int, ...] | EncodeText | EncodeChat
+
+
 @dataclass(frozen=True, slots=True)
 class Draft:
     """A request that is valid as far as one can say before its prompt is tokenised.
 
     Attributes:
-        tokenize: makes the prompt's token ids; may be slow and is thread-safe.
-        slow: whether ``tokenize`` belongs off the event loop.
+        prompt: the prompt's token ids, or the job that makes them.
         sampling: parameters; ``max_tokens`` is the server's default when none was given.
         max_tokens_given: whether the client chose ``max_tokens``.
         level: the request's own priority; None when it has none.
@@ -72,8 +77,7 @@ class Draft:
         adapter: name of an adapter; empty = none.
     """
 
-    tokenize: Callable[[], Iterable[int]]
-    slow: bool
+    prompt: "Prompt"
     sampling: SamplingParams
     max_tokens_given: bool
     level: int | None
@@ -90,7 +94,7 @@ def draft_of(
     spec: types.GenerationSpec,
     *,
     info: ModelInfo,
-    tokenizer: Tokenizer,
+    limit: PromptLimit,
     default_max_tokens: int,
     now: float = 0.0,
     max_request_s: float | None = None,
@@ -100,7 +104,7 @@ def draft_of(
     Args:
         spec: what is asked for.
         info: of the model.
-        tokenizer: of the model.
+        limit: of the prompt's length.
         default_max_tokens: output tokens when it does not say.
         now: when it arrived, on the engine's clock.
         max_request_s: longest total time there is; None = no bound.
@@ -123,8 +127,7 @@ def draft_of(
     queue_s, total_s = (_timeout_s(spec, field) for field in ("queue_timeout", "total_timeout"))
     total_s = min((bound for bound in (total_s, max_request_s) if bound is not None), default=None)
     return Draft(
-        tokenize=tokenize(spec.prompt, tokenizer, info),
-        slow=spec.prompt.WhichOneof("value") != "tokens",
+        prompt=prompt_of(spec.prompt, limit, info),
         sampling=sampling,
         max_tokens_given=spec.sampling.HasField("max_tokens"),
         level=level_of(spec.priority) if spec.HasField("priority") else None,
@@ -216,31 +219,41 @@ def level_of(priority: types.Priority, *, field: str = "priority") -> int:
             raise InvalidRequest(field, "must be a level or the name of a class", None)
 
 
-def tokenize(prompt: types.Prompt, tokenizer: Tokenizer, info: ModelInfo) -> Callable[[], Iterable[int]]:
-    """What makes a prompt's token ids.
+def prompt_of(prompt: types.Prompt, limit: PromptLimit, info: ModelInfo) -> Prompt:
+    """A prompt's token ids, or the job that makes them. What is too long is refused before it is looked at.
 
     Raises:
         InvalidRequest: the prompt has no form, or ids outside the vocabulary.
+        ContextExceeded: it is too long for the context, whatever its tokens are.
     """
     match prompt.WhichOneof("value"):
         case "text":
-            text = prompt.text
-            return lambda: tokenizer.encode(text)
+            job = EncodeText(prompt.text, limit)
+            limit.check_bytes(job.num_bytes)
+            return job
         case "tokens":
+            limit.check_tokens(len(prompt.tokens.ids))
             ids = tuple(prompt.tokens.ids)
             check_token_ids(ids, info, field="prompt.tokens.ids")
-            return lambda: ids
+            return ids
         case "chat":
-            chat = prompt.chat
-            messages = [ChatMessage(message.role, message.content) for message in chat.messages]
-            if not messages:
-                raise InvalidRequest("prompt.chat.messages", "must hold at least one message", 0)
-            opening = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
-            return lambda: tokenizer.encode_chat(
-                messages, add_generation_prompt=opening, tools_json=chat.tools_json
-            )
+            return _chat_of(prompt.chat, limit)
         case _:
             raise InvalidRequest("prompt", "must be text, tokens or chat", None)
+
+
+def _chat_of(chat: types.ChatPrompt, limit: PromptLimit) -> EncodeChat:
+    num_messages = len(chat.messages)
+    if not 1 <= num_messages <= MAX_MESSAGES:
+        rule = "must hold at least one message" if not num_messages else f"must hold at most {MAX_MESSAGES}"
+        raise InvalidRequest("prompt.chat.messages", rule, num_messages)
+    limit.check_bytes(chat.ByteSize() - 8 * num_messages)
+    return EncodeChat(
+        tuple(ChatMessage(message.role, message.content) for message in chat.messages),
+        chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True,
+        chat.tools_json,
+        limit,
+    )
 
 
 def fill_event(

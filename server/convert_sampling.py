@@ -2,13 +2,22 @@
 
 import dataclasses
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from engine.errors import InvalidRequest
-from engine.grammar import GrammarKind, GrammarSpec
+from engine.grammar import MAX_CHOICES, GrammarKind, GrammarSpec
 from engine.runner.base import ModelInfo
-from engine.sampling import MAX_BANNED_SEQUENCES, MAX_OUTPUTS, MAX_SEQUENCE_TOKENS, SamplingParams
-from engine.text import Tokenizer
+from engine.sampling import (
+    MAX_BANNED_SEQUENCES,
+    MAX_LISTED_TOKEN_IDS,
+    MAX_LOGIT_BIASES,
+    MAX_OUTPUTS,
+    MAX_SEQUENCE_TOKENS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from engine.text_work.jobs import EncodePieces
 from vorrang.v1 import types_pb2 as types
 
 MAX_BAD_WORD_BYTES = 256
@@ -17,6 +26,16 @@ _PLAIN = (
     "ignore_eos", "typical_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs",
     "prompt_logprobs",
 )  # fmt: skip
+#: Most entries of what is repeated.
+_LENGTHS = {
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "stop_strings": MAX_STOP_STRINGS,
+    "logit_bias": MAX_LOGIT_BIASES,
+    "allowed_token_ids": MAX_LISTED_TOKEN_IDS,
+    "banned_token_ids": MAX_LISTED_TOKEN_IDS,
+    "banned_sequences": MAX_BANNED_SEQUENCES,
+    "bad_words": MAX_BANNED_SEQUENCES,
+}
 
 
 def sampling_of(params: types.SamplingParams, default_max_tokens: int) -> SamplingParams:
@@ -25,6 +44,10 @@ def sampling_of(params: types.SamplingParams, default_max_tokens: int) -> Sampli
     Raises:
         InvalidRequest: a field breaks a rule.
     """
+    for name, limit in _LENGTHS.items():  # before anything is made of them
+        length = len(getattr(params, name))
+        if length > limit:
+            raise InvalidRequest(f"sampling.{name}", f"must hold at most {limit} entries", length)
     given = {name: getattr(params, name) for name in _PLAIN if params.HasField(name)}
     given.setdefault("max_tokens", max(default_max_tokens, given.get("min_tokens", 0)))
     if "seed" not in given:
@@ -69,12 +92,14 @@ def check_allowed(sampling: SamplingParams, ending: frozenset[int]) -> None:
             raise InvalidRequest("sampling.min_tokens", rule, sampling.min_tokens)
 
 
-def check_token_ids(token_ids: Iterable[int], info: ModelInfo, *, field: str) -> None:
+def check_token_ids(token_ids: Sequence[int], info: ModelInfo, *, field: str) -> None:
     """Refuse ids outside the vocabulary.
 
     Raises:
         InvalidRequest: names the first bad id.
     """
+    if max(token_ids, default=0) < info.vocab_size:  # nearly always, and much quicker
+        return
     for index, token_id in enumerate(token_ids):
         if token_id >= info.vocab_size:
             raise InvalidRequest(f"{field}[{index}]", f"must be less than {info.vocab_size}", token_id)
@@ -90,6 +115,9 @@ def grammar_of(grammar: types.Grammar) -> GrammarSpec:
     if form is None:
         raise InvalidRequest("grammar", "must be a json_schema, regex, ebnf or choice", None)
     if form == "choice":
+        if len(grammar.choice.options) > MAX_CHOICES:
+            rule, length = f"must hold 1 to {MAX_CHOICES} answers", len(grammar.choice.options)
+            raise InvalidRequest("grammar.choice.options", rule, length)
         return GrammarSpec(GrammarKind.CHOICE, choices=tuple(grammar.choice.options))
     return GrammarSpec(GrammarKind(form), getattr(grammar, form))
 
@@ -127,20 +155,28 @@ def bad_words_of(params: types.SamplingParams) -> tuple[str, ...]:
     return tuple(params.bad_words)
 
 
+def pieces_of(bad_words: Iterable[str]) -> EncodePieces:
+    """What has to be tokenised of words that must not be said: each as it is, and with a space before it."""
+    return EncodePieces(tuple(text for word in bad_words for text in (word.lstrip(), f" {word.lstrip()}")))
+
+
 def banned_by_words(
-    sampling: SamplingParams, bad_words: Iterable[str], tokenizer: Tokenizer
+    sampling: SamplingParams, bad_words: Sequence[str], ids_of_pieces: Iterable[tuple[int, ...]]
 ) -> SamplingParams:
-    """Parameters that ban words as ids: each as it is, and with a space before it. May be slow.
+    """Parameters that ban words as ids.
+
+    Args:
+        sampling: what else is asked for.
+        bad_words: the words.
+        ids_of_pieces: what ``pieces_of`` makes of them.
 
     Raises:
         InvalidRequest: a word, or all that is banned, is longer than may be.
     """
     sequences = dict.fromkeys(sampling.banned_sequences)
-    for index, word in enumerate(bad_words):
-        for text in (word.lstrip(), f" {word.lstrip()}"):
-            ids = tuple(tokenizer.encode_plain(text))
-            if not 1 <= len(ids) <= MAX_SEQUENCE_TOKENS:
-                rule = f"must be 1 to {MAX_SEQUENCE_TOKENS} tokens long"
-                raise InvalidRequest(f"sampling.bad_words[{index}]", rule, word)
-            sequences[ids] = None
+    for place, ids in enumerate(ids_of_pieces):
+        if not 1 <= len(ids) <= MAX_SEQUENCE_TOKENS:
+            rule = f"must be 1 to {MAX_SEQUENCE_TOKENS} tokens long"
+            raise InvalidRequest(f"sampling.bad_words[{place // 2}]", rule, bad_words[place // 2])
+        sequences[ids] = None
     return dataclasses.replace(sampling, banned_sequences=tuple(sequences))

@@ -4,7 +4,7 @@ The methods are registered by hand, because they must get raw bytes: a frame tha
 be decoded may not cost the stream, and a request that can't be gets a status of ours.
 """
 
-import asyncio
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +15,9 @@ from engine.errors import DeadlineExceeded, InvalidRequest
 from engine.events import Delta, Failed, Finished, OutputFinished, PromptLogProbs
 from engine.handle import Handle
 from engine.request import FinishReason
+from engine.text_work.jobs import Decode
 from server import convert
-from server.backend import Backend, token_ids_of, with_bad_words
+from server.backend import Backend
 from server.convert_sampling import check_token_ids
 from server.errors import EndedCall
 from server.flow import Flow
@@ -25,6 +26,7 @@ from server.identity import CALLER
 from server.metadata import check_request_id, level_of, request_id_of
 from server.session import Session
 from server.session_writer import PeerGone
+from server.slots import Turn
 from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 
@@ -148,28 +150,46 @@ class GenerationService:
         self._backend.delivered(ticket.handle.request_id)
         return response
 
-    async def tokenize(self, request: gen.TokenizeRequest, _: Any) -> gen.TokenizeResponse:
-        """Text or a conversation to token ids.
+    async def tokenize(self, request: gen.TokenizeRequest, context: Any) -> gen.TokenizeResponse:
+        """Text or a conversation to token ids, which its tenant pays for.
 
         Raises:
             InvalidRequest: the prompt has no form or the template refuses it.
-        """
-        engine = self._backend.engine
-        make = convert.tokenize(request.prompt, engine.tokenizer, engine.info)
-        return gen.TokenizeResponse(token_ids=await asyncio.to_thread(lambda: list(make())))
+            ContextExceeded: it is longer than the context.
+            VorrangError: see ``Backend.work_on``.
 
-    async def detokenize(self, request: gen.DetokenizeRequest, _: Any) -> gen.DetokenizeResponse:
-        """Token ids to text.
+        Cancellation: at once.
+        """
+        backend = self._backend
+        prompt = convert.prompt_of(request.prompt, backend.prompt_limit, backend.engine.info)
+        if isinstance(prompt, tuple):
+            return gen.TokenizeResponse(token_ids=prompt)
+        ids = await backend.work_on(prompt, self._turn(context))
+        backend.spend(len(ids))
+        return gen.TokenizeResponse(token_ids=ids)
+
+    async def detokenize(self, request: gen.DetokenizeRequest, context: Any) -> gen.DetokenizeResponse:
+        """Token ids to text; its tenant pays for them.
 
         Raises:
             InvalidRequest: an id is outside the vocabulary.
+            ContextExceeded: there are more than a context holds.
+            VorrangError: see ``Backend.work_on``.
+
+        Cancellation: at once.
         """
-        engine = self._backend.engine
-        ids = list(request.token_ids)
-        check_token_ids(ids, engine.info, field="token_ids")
+        backend = self._backend
+        backend.prompt_limit.check_tokens(len(request.token_ids), field="token_ids")
+        ids = array("I", request.token_ids)
+        check_token_ids(ids, backend.engine.info, field="token_ids")
         skip = request.skip_special_tokens if request.HasField("skip_special_tokens") else True
-        text = await asyncio.to_thread(lambda: engine.tokenizer.decode(ids, skip_special_tokens=skip))
+        text = await backend.work_on(Decode(ids, skip), self._turn(context))
+        backend.spend(len(ids))
         return gen.DetokenizeResponse(text=text)
+
+    def _turn(self, context: Any) -> Turn:
+        level = level_of(context.invocation_metadata() or ())
+        return self._backend.turn(lambda: self._backend.default_level if level is None else level)
 
     async def get_model(self, _request: gen.GetModelRequest, _: Any) -> gen.GetModelResponse:
         """The model that is served, and the limits of this server."""
@@ -207,8 +227,9 @@ class GenerationService:
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
         await self._backend.prepare(draft)
-        draft = await with_bad_words(draft, self._backend.engine)
-        token_ids = await token_ids_of(draft)
+        turn = self._backend.turn(lambda: level)
+        draft = await self._backend.with_bad_words(draft, turn)
+        token_ids = await self._backend.token_ids_of(draft, turn)
         return self._backend.submit(
             draft, token_ids, level, client_id, on_ready, deadline=deadline, received_at=received_at
         )

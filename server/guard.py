@@ -33,6 +33,10 @@ class CallRegister(Protocol):
         """A call has ended."""
         ...
 
+    def check_shape(self, raw: bytes, message_class: Any) -> None:
+        """Refuse a message that is made of too many things, before it is parsed."""
+        ...
+
 
 class Guard:
     """Wraps handlers.
@@ -106,6 +110,7 @@ class Guard:
 
     def _decoded(self, raw: bytes, request_class: Any) -> Any:
         try:
+            self._calls.check_shape(raw, request_class)
             return request_class.FromString(raw)
         except DecodeError:
             error = MalformedFrame("request", f"must be a {request_class.__name__}", f"{len(raw)} bytes")

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Protocol
 
 from engine.errors import ResumeOutOfRange
-from engine.events import Delta, Failed, LevelChanged
+from engine.events import Delta, Failed, Finished, LevelChanged
 from engine.handle import Handle
-from engine.request import RequestId, RequestSpec
+from engine.request import FinishReason, RequestId, RequestSpec, Usage
 from server import convert
 from server.bucket import Bucket
 from server.flow import Flow
 from server.replay import ReplayBuffer
 from server.sections import SessionSection
+from server.slots import Turn
 from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 
@@ -54,6 +55,9 @@ class LiveRequest:
         ended: whether the engine is done with it, or never took it.
         retryable: whether it failed in a way that leaves its id free for another attempt.
         reprioritizations: how often its priority may be changed.
+        turn_level: level of its turn; None = that which was asked for at first.
+        left: whether it was cancelled while it waited for that.
+        turn: its turn at work on its text, before it is submitted.
     """
 
     def __init__(
@@ -80,6 +84,9 @@ class LiveRequest:
         self.stream: Stream | None = None
         self.ended = False
         self.retryable = False
+        self.left = False
+        self.turn_level: int | None = None
+        self.turn: Turn | None = None
         self.reprioritizations = Bucket(settings.reprioritize_per_s, settings.reprioritize_burst)
         self._credit_tokens = credit_tokens
         self._settings = settings
@@ -159,10 +166,28 @@ class LiveRequest:
         self._deferred.clear()
         self._tell()
 
+    def leave(self) -> None:
+        """It was cancelled: if it waits for a turn at work on its text, it waits no more."""
+        if self.turn is not None:
+            self.turn.leave()
+
     def refused(self, error: Exception) -> None:
         """It never was the engine's."""
         frame = self._frame()
         frame.failed.CopyFrom(convert.failed(error))
+        self._ended_early(frame)
+
+    def cancelled(self) -> None:
+        """It never was the engine's: it left while it waited for its turn."""
+        self.left = True
+        frame = self._frame()
+        frame.accepted.level = frame.accepted.requested_level = self.level
+        self._keep(frame, 0)
+        frame = self._frame()
+        frame.finished.CopyFrom(convert.finished(Finished(RequestId(""), FinishReason.CANCELLED, Usage())))
+        self._ended_early(frame)
+
+    def _ended_early(self, frame: gen.SessionResponse) -> None:
         self._keep(frame, 0)
         self.ended = True
         self._on_end(self)

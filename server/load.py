@@ -14,7 +14,10 @@ from engine.runner.inline import InlineRunner
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
 from engine.runner.sources import ModelSource, ScriptedSource, TorchSource
+from engine.text import Tokenizer
+from engine.text_work.worker import FolderTokenizer
 from server.app import Loaded
+from server.isolation import TextWork
 from server.settings import SCRIPTED, Settings
 
 #: Errors that an operator can do something about, by name: their modules bring torch.
@@ -47,20 +50,36 @@ async def load(settings: Settings) -> Loaded:
 
 
 async def _process(settings: Settings) -> Loaded:
-    """The model loads in its process while the tokenizer does here; the first failure ends both."""
+    """The model loads in its process while the tokenizer does here and in its own; a failure ends all."""
     loaded = False
     try:
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(ProcessRunner.start(_source(settings), runner_limits(settings)))
-            tokenizing = group.create_task(asyncio.to_thread(_tokenizer, settings))
+            tokenizing = group.create_task(_tokenizers(settings))
         loaded = True
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
     finally:
-        if not loaded and not starting.cancelled() and starting.exception() is None:
-            await starting.result().close()
-    tokenizer = tokenizing.result()
-    return Loaded(starting.result(), tokenizer, after_ready=getattr(tokenizer, "warm_up", None))
+        if not loaded:
+            if _has_result(tokenizing) and (text := tokenizing.result()[1]) is not None:
+                await text.close()
+            if _has_result(starting):
+                await starting.result().close()
+    tokenizer, text = tokenizing.result()
+    return Loaded(starting.result(), tokenizer, text)
+
+
+def _has_result(task: "asyncio.Task[Any]") -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+async def _tokenizers(settings: Settings) -> tuple[Tokenizer, TextWork | None]:
+    """The tokenizer that makes text of outputs here, and what works on callers' texts in processes."""
+    tokenizer = await asyncio.to_thread(_tokenizer, settings)
+    if settings.model.path == SCRIPTED:
+        return tokenizer, None
+    special_in_chat = settings.model.special_tokens_in_chat == "special"
+    return tokenizer, await TextWork.in_processes(FolderTokenizer(tokenizer.folder, special_in_chat))
 
 
 def _inline(settings: Settings) -> Loaded:
@@ -71,10 +90,13 @@ def _inline(settings: Settings) -> Loaded:
         )
         return Loaded(runner, ScriptedTokenizer())
     from engine.models import registry
+    from engine.models.tokenizer import HfTokenizer
 
     loaded = registry.load(**_arguments(settings))
     loaded.model.warm_up()
-    return Loaded(InlineRunner(loaded.model), loaded.tokenizer, after_ready=loaded.tokenizer.warm_up)
+    special_in_chat = settings.model.special_tokens_in_chat == "special"
+    tokenizer = HfTokenizer(loaded.folder, special_in_chat=True) if special_in_chat else loaded.tokenizer
+    return Loaded(InlineRunner(loaded.model), tokenizer)
 
 
 def _tokenizer(settings: Settings) -> Any:

@@ -95,6 +95,8 @@ class ModelSection(BaseModel):
         offline: serve a hub's model only as it was downloaded before.
         name: name under which it is served; None = its own.
         weights: how matrices are kept; ``auto`` = exactly, in the dtype of the checkpoint.
+        special_tokens_in_chat: special tokens that are spelt in messages: ``text`` = they stay text,
+            ``special`` = they are recognised, so that whoever writes a message can end its turn.
         adapters: folders of LoRA adapters in PEFT's format, by the name under which requests ask for them.
     """
 
@@ -105,6 +107,7 @@ class ModelSection(BaseModel):
     offline: bool = False
     name: str | None = Field(default=None, min_length=1, max_length=128)
     weights: Literal["auto", "fp32", "bf16", "fp16", "int8", "fp8"] = "auto"
+    special_tokens_in_chat: Literal["text", "special"] = "text"
     adapters: dict[AdapterName, Path] = Field(default_factory=dict)
 
 

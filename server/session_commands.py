@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from engine import errors as e
 from server import convert
-from server.backend import Backend, server_version, token_ids_of, with_bad_words
+from server.backend import Backend, server_version
 from server.convert import Draft
 from server.errors import public, status_of
 from server.flow import Flow
@@ -97,6 +97,7 @@ class SessionCommands:
             self._registry.leave(self._record, self._writer, for_good=self.too_bad is not None)
 
     def _decode(self, raw: bytes) -> gen.SessionRequest:
+        self._backend.check_shape(raw, gen.SessionRequest)
         try:
             return gen.SessionRequest.FromString(raw)
         except DecodeError:
@@ -114,6 +115,7 @@ class SessionCommands:
         match body:
             case gen.CancelCommand():
                 request.when_submitted(lambda ticket, _: ticket.handle.cancel())
+                request.leave()
             case gen.ReprioritizeCommand():
                 self._reprioritize(request, body)
             case gen.CreditCommand():
@@ -244,8 +246,11 @@ class SessionCommands:
         """
         try:
             await self._backend.prepare(draft)
-            draft = await with_bad_words(draft, self._backend.engine)
-            token_ids = await token_ids_of(draft)
+            turn = request.turn = self._backend.turn(
+                lambda: request.level if request.turn_level is None else request.turn_level
+            )
+            draft = await self._backend.with_bad_words(draft, turn)
+            token_ids = await self._backend.token_ids_of(draft, turn)
             if before is not None:
                 await before.wait()
             if self._registry.find(self._tenant, request.client_id) is request:  # not started anew elsewhere
@@ -258,6 +263,8 @@ class SessionCommands:
                     received_at=request.received_at,
                 )
                 request.submitted(ticket)
+        except e.Cancelled:  # while it waited for its turn
+            request.cancelled()
         except Exception as error:
             request.refused(public(error))
         finally:
@@ -276,6 +283,8 @@ class SessionCommands:
             rule = f"reprioritize must come at most {per_s:g} times a second for one request"
             raise e.SessionLimit(rule, retry_after_s=wait_s)
         level = self._backend.allowed_level(asked)
+        if not request.prepared:
+            request.turn_level = asked  # it may still wait for its turn
         is_submitted = request.ticket is not None
 
         def change(ticket: Ticket, _: Flow) -> None:

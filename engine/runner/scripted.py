@@ -9,7 +9,7 @@ changes the output.
 
 import asyncio
 import codecs
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 from engine.errors import InternalError, VorrangError
@@ -241,6 +241,7 @@ class ScriptedTokenizer:
     """Bytes of UTF-8 as ids; id 256 ends an output and has no text."""
 
     has_chat_template = True
+    max_token_bytes = 1
 
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
@@ -251,11 +252,19 @@ class ScriptedTokenizer:
         return self.encode(text)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools_json: str = "",
+        check_text: Callable[[str], object] | None = None,
     ) -> list[int]:
         """``role: content`` a line, then ``assistant: `` when asked for."""
         text = "".join(f"{message.role}: {message.content}\n" for message in messages)
-        return self.encode(tools_json + text + ("assistant: " if add_generation_prompt else ""))
+        whole = tools_json + text + ("assistant: " if add_generation_prompt else "")
+        if check_text is not None:
+            check_text(whole)
+        return self.encode(whole)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of bytes; the end token reads ``<end>`` unless skipped."""

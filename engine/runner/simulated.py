@@ -5,7 +5,7 @@ real time; in an ordinary one it is a stand-in for a device, step for step.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
 from engine.runner.base import ModelInfo, PoolShape
@@ -112,6 +112,7 @@ class SimulatedTokenizer:
     """Bytes as ids one way, no text the other: what the simulated model says means nothing."""
 
     has_chat_template = True
+    max_token_bytes = 1
 
     def encode(self, text: str) -> list[int]:
         """Bytes of the text."""
@@ -122,7 +123,12 @@ class SimulatedTokenizer:
         return self.encode(text)
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, tools_json: str = ""
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        tools_json: str = "",
+        check_text: Callable[[str], object] | None = None,
     ) -> list[int]:
         """Bytes of all contents."""
         return self.encode(tools_json + "".join(message.content for message in messages))

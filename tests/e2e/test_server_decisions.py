@@ -21,7 +21,7 @@ async def record(path: Path, *more: str) -> None:
             await session.event("delta", "batch-0")
             await session.start("urgent", spec([7] * 40, max_tokens=20, level=-10))
             await session.event("preempted")
-            await session.start("refused", spec([1] * 5000))
+            await session.start("refused", spec([1] * 50, max_tokens=100_000))
             await session.start("stops", spec("abc", max_tokens=40, level=-10, stop_strings=["a", "e", "Q"]))
             await session.reprioritize("batch-3", -1)
             await session.cancel("batch-2")

@@ -35,8 +35,11 @@ class ServerProcess:
     @property
     def runner(self) -> "psutil.Process | None":
         """The process that computes; None while there is none."""
-        children = psutil.Process(self.process.pid).children()
-        return children[0] if children else None
+        for child in psutil.Process(self.process.pid).children():
+            with contextlib.suppress(psutil.Error):
+                if "engine.runner.worker" in child.cmdline():
+                    return child
+        return None
 
     def wait(self, timeout_s: float = 20) -> int:
         """The exit status."""

@@ -11,7 +11,6 @@ from engine.errors import MalformedFrame
 from engine.loop import Engine
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
 from engine.scheduler.config import SchedulerConfig
-from server import session_commands as commands
 from server.backend import Backend
 from server.sections import ServerSection, SessionSection
 from server.session import Session
@@ -247,23 +246,23 @@ async def test_a_start_whose_prompt_was_being_tokenised_is_started_anew() -> Non
         backend.submit = lambda *args, **kwargs: pytest.fail("the first stream submits")  # type: ignore[method-assign]
         turn = asyncio.Event()
 
-        async def slow(draft: Any) -> list[int]:
+        async def slow(draft: Any, _: Any) -> list[int]:
             await turn.wait()
             return [1]
 
-        commands.token_ids_of, quick = slow, commands.token_ids_of  # type: ignore[assignment]
+        backend.token_ids_of, quick = slow, backend.token_ids_of  # type: ignore[method-assign]
         try:
             first = asyncio.ensure_future(Session(backend, old).run())  # type: ignore[arg-type]
             await settled(lambda: backend.registry.num_requests == 1)
             other = OpenStream([OPEN, begin])
-            commands.token_ids_of = quick
+            backend.token_ids_of = quick  # type: ignore[method-assign]
             backend.submit = submit  # type: ignore[method-assign]
             second = asyncio.ensure_future(Session(backend, other).run())  # type: ignore[arg-type]
             await settled(lambda: any(f.HasField("finished") for f in other.written))
             backend.submit = lambda *args, **kwargs: pytest.fail("submitted twice")  # type: ignore[method-assign]
             turn.set()
         finally:
-            commands.token_ids_of = quick
+            backend.token_ids_of = quick  # type: ignore[method-assign]
         for stream in (old, other):
             stream.frames.put_nowait(grpc.aio.EOF)
         await asyncio.gather(first, second)

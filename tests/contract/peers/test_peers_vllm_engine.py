@@ -12,7 +12,8 @@ from engine.events import Delta, Finished
 from engine.handle import RequestHandle
 from engine.request import FinishReason, RequestId
 from engine.runner.base import ModelInfo
-from engine.runner.scripted import ScriptedTokenizer, expected_output
+from engine.runner.scripted import expected_output
+from engine.text import PromptLimit
 from server import convert
 from tests.support.drive import Driver
 from tests.support.engines import serving, spec, tokens_of
@@ -38,7 +39,7 @@ async def test_whether_the_end_token_ends_the_output_is_the_requests_choice(igno
     out = expected_output(b"hello", 8)
     info = ModelInfo("scripted", "Scripted", 257, 2048, frozenset({out[1]}))
     message = wire_spec("hello", max_tokens=8, ignore_eos=ignore_eos)
-    draft = convert.draft_of(message, info=info, tokenizer=ScriptedTokenizer(), default_max_tokens=16)
+    draft = convert.draft_of(message, info=info, limit=PromptLimit(2048, 1), default_max_tokens=16)
     made = convert.request_spec(draft, b"hello", RequestId("a"), 0, info=info, context_tokens=2048)
     async with serving() as engine:
         events = await collect(engine.submit(made))
