@@ -141,6 +141,7 @@ class Request:
         in_reserve: admitted to the share of the starved.
         has_started: it had a seat before.
         seat_level: its level when it last got one.
+        was_parked: it had a seat and was parked since.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         max_known_tokens: prompt + output at its longest.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
@@ -157,7 +158,7 @@ class Request:
         "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions",
         "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens", "num_tokens_in_flight",
         "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "seat_level", "spec",
-        "status", "token_ids",
+        "status", "token_ids", "was_parked",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -198,6 +199,7 @@ class Request:
         self.in_reserve = False
         self.has_started = False
         self.seat_level = spec.level
+        self.was_parked = False
         self.cache_rank = class_rank(spec.level)
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now
