@@ -143,6 +143,7 @@ class Request:
         awaits_mask: what its grammar lets come next is not known yet, so it is granted no token to sample.
         mask_index: longest output for which that is known, as far as anybody has told; -1 = none.
         seat_level: its level when it last got one.
+        was_parked: it had a seat and was parked since.
         ending_token_ids: ids that end its output, once it has ``min_tokens``.
         max_known_tokens: prompt + output at its longest.
         num_tokens_max: tokens at which it ends whatever it says; set by the scheduler.
@@ -159,7 +160,7 @@ class Request:
         "num_outputs_allowed", "num_outputs_at_resume", "num_outputs_in_flight", "num_preemptions",
         "num_prompt_tokens", "num_recomputed_tokens", "num_scored_tokens", "num_tokens_in_flight",
         "num_tokens_max", "phase_s", "preempted_in_step", "request_id", "seat_level", "spec",
-        "status", "token_ids",
+        "status", "token_ids", "was_parked",
     )  # fmt: skip
 
     def __init__(self, spec: RequestSpec, arrival_seq: int, now: float) -> None:
@@ -202,6 +203,7 @@ class Request:
         self.awaits_mask = False
         self.mask_index = -1
         self.seat_level = spec.level
+        self.was_parked = False
         self.cache_rank = class_rank(spec.level)
         self.phase_s = {"queued": 0.0, "prefill": 0.0, "decode": 0.0, "preempted": 0.0, "parked": 0.0}
         self._phase_since = now

@@ -22,6 +22,7 @@ queueing meanwhile.
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from sortedcontainers import SortedDict
 
@@ -56,7 +57,7 @@ class _Level:
         return self.served.get(tenant, self.base)
 
     def set(self, tenant: str, served: float) -> None:
-        """Change a counter; they never become less."""
+        """Change a counter."""
         self.served[tenant] = served
         self.greatest = max(self.greatest, served)
 
@@ -64,6 +65,14 @@ class _Level:
         """Nobody waits: lift everybody to the greatest."""
         self.served.clear()
         self.base = self.greatest
+
+
+class _Advance(NamedTuple):
+    """What a request that went on after a pause was charged ahead, before the weight, and where."""
+
+    level: int
+    tenant: str
+    cost: float
 
 
 class FairPolicy(PriorityPolicy):
@@ -81,6 +90,7 @@ class FairPolicy(PriorityPolicy):
         self._levels: dict[int, _Level] = {}
         self._num_alive: Counter[str] = Counter()
         self._queue = _FairQueue(self)
+        self._advances: dict[RequestId, _Advance] = {}
 
     def served(self, tenant: str, level: int = DEFAULT_LEVEL) -> float:
         """Virtual tokens a tenant was served at a level; only differences mean anything."""
@@ -106,6 +116,9 @@ class FairPolicy(PriorityPolicy):
         self._num_alive[tenant] -= 1
         if self._num_alive[tenant] == 0:
             del self._num_alive[tenant]
+        advance = self._advances.pop(request.request_id, None)
+        if advance is not None:
+            self._add(advance.level, tenant, -advance.cost)
 
     def begins_to_wait(self, tenant: str, level: int, waiting: Iterable[str]) -> None:
         """Lift a tenant of which nothing waited at a level.
@@ -119,11 +132,12 @@ class FairPolicy(PriorityPolicy):
         least = min(map(counters.of, waiting), default=None)
         if least is None:
             counters.make_equal()
+            self._forget_advances(level)
         elif len(counters.served) > MIN_KEPT + 2 * len(self._num_alive):
             # Whoever has gone and comes back would be lifted as far as that.
             kept = {t: n for t, n in counters.served.items() if n > least or t in self._num_alive}
             counters.served = kept
-        counters.set(tenant, max(counters.of(tenant), counters.base if least is None else least))
+        self._lift(tenant, level, counters.base if least is None else least)
 
     def wait_for_themselves(self, tenants: Collection[str]) -> None:
         """Lift these as if they began to wait, beside those that wait for others."""
@@ -132,7 +146,7 @@ class FairPolicy(PriorityPolicy):
             least = min([counters.of(t) for t in waiting if t not in tenants], default=counters.greatest)
             for tenant in waiting:
                 if tenant in tenants:
-                    counters.set(tenant, max(counters.of(tenant), least))
+                    self._lift(tenant, level, least)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         """Charge the prompt."""
@@ -140,6 +154,8 @@ class FairPolicy(PriorityPolicy):
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
         """Charge output tokens, one after the other: sums of fractions depend on how they are made."""
+        if self._advances:
+            requests = [r for r in requests if not self._is_paid(r, OUTPUT_TOKEN_COST * num_tokens)]
         by_counter = Counter([(_paid_level(request), request.spec.tenant) for request in requests])
         for (level, tenant), num_requests in by_counter.items():
             counters = self._at(level)
@@ -152,8 +168,45 @@ class FairPolicy(PriorityPolicy):
                     served += cost
             counters.set(tenant, served)
 
+    def goes_on(self, request: Request) -> None:
+        """Charge its prompt ahead, as an arrival's is, until its outputs have cost as much or it ends.
+
+        Otherwise all that a tenant has paused could take any number of seats in one step.
+        """
+        if request.request_id not in self._advances:
+            cost = PROMPT_TOKEN_COST * request.num_prompt_tokens
+            self._charge(request, cost)
+            self._advances[request.request_id] = _Advance(_paid_level(request), request.spec.tenant, cost)
+
+    def _is_paid(self, request: Request, cost: float) -> bool:
+        """Whether output tokens were charged ahead; what goes beyond that is charged now."""
+        advance = self._advances.get(request.request_id)
+        if advance is None or advance.level != _paid_level(request):
+            return False
+        if cost < advance.cost:
+            self._advances[request.request_id] = advance._replace(cost=advance.cost - cost)
+        else:
+            del self._advances[request.request_id]
+            self._charge(request, cost - advance.cost)
+        return True
+
+    def _lift(self, tenant: str, level: int, least: float) -> None:
+        """What was charged ahead is not given back to one that is lifted: that would be a claim again."""
+        counters = self._at(level)
+        if counters.of(tenant) < least:
+            self._forget_advances(level, tenant)
+        counters.set(tenant, max(counters.of(tenant), least))
+
+    def _forget_advances(self, level: int, tenant: str | None = None) -> None:
+        for request_id, advance in list(self._advances.items()):
+            if advance.level == level and tenant in (None, advance.tenant):
+                del self._advances[request_id]
+
     def _charge(self, request: Request, cost: float) -> None:
-        tenant, counters = request.spec.tenant, self._at(_paid_level(request))
+        self._add(_paid_level(request), request.spec.tenant, cost)
+
+    def _add(self, level: int, tenant: str, cost: float) -> None:
+        counters = self._at(level)
         counters.set(tenant, counters.of(tenant) + cost / self._weights.get(tenant, 1.0))
 
     def _at(self, level: int) -> _Level:

@@ -107,6 +107,10 @@ class Policy(Protocol):
         """A request got its first seat, and ``num_cached_tokens`` from the prefix cache."""
         ...
 
+    def goes_on(self, request: Request) -> None:
+        """A request got a seat again after it was parked."""
+        ...
+
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
         """Each of these requests produced so many output tokens."""
         ...
@@ -147,6 +151,9 @@ class _StaticPolicy:
         """Nothing to remember."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        """Nothing to remember."""
+
+    def goes_on(self, request: Request) -> None:
         """Nothing to remember."""
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:

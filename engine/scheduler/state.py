@@ -107,6 +107,9 @@ class SchedulerState:
         request.status = RequestStatus.RUNNING
         request.has_started = True
         request.seat_level = request.level
+        if request.was_parked:
+            request.was_parked = False
+            self.policy.goes_on(request)
         if hit is None:
             del self.idle_holders[request.request_id]
             grown = self.blocks.grow(request, num_tokens)
@@ -181,6 +184,7 @@ class SchedulerState:
         else:
             self.waiting.discard(request.request_id)
         request.status = RequestStatus.PARKED
+        request.was_parked = request.has_started
         self.parked[request.request_id] = request
 
     def unpark(self, request: Request, now: float) -> None:

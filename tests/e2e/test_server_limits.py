@@ -213,6 +213,68 @@ async def test_classes_have_token_limits_over_the_wire() -> None:
         await session.end_of("runs")
 
 
+async def test_a_priority_that_the_queue_of_its_class_has_no_room_for_is_rejected() -> None:
+    runner = HeldRunner(64, 16)
+    settings = {
+        "scheduler.max_running_requests": 1,
+        "scheduler.interactive.max_waiting_requests": 1,
+        "scheduler.interactive.max_waiting_tokens": 20,
+    }
+    async with (
+        running_server(settings, runner=runner) as app,
+        grpc.aio.insecure_channel(app.address) as channel,
+        open_session(channel) as session,
+    ):
+        runner.hold()
+        await session.start("runs", level=-50)
+        await runner.held.wait()
+        for name, size in (("one", 5), ("two", 5), ("large", 21)):
+            await session.start(name, spec([1] * size, level=10))
+            await session.event("accepted", name)
+        await session.reprioritize("one", -10)
+        assert (await session.event("priority_changed", "one")).level == -10
+        await session.reprioritize("two", -10)
+        rejected = await session.event("command_rejected", "two")
+        assert (reason_in(rejected.status), rejected.command) == ("QUEUE_FULL", "reprioritize")
+        await session.reprioritize("large", -10)
+        rejected = await session.event("command_rejected", "large")
+        assert reason_in(rejected.status) == "INVALID_REQUEST"
+        assert "at most 20 tokens" in rejected.status.message
+        await session.start("early", level=10)  # it is asked for before it is submitted
+        await session.reprioritize("early", -10)
+        assert reason_in((await session.event("command_rejected", "early")).status) == "QUEUE_FULL"
+        runner.release()
+        for name in ("runs", "one", "two", "large", "early"):
+            assert (await session.end_of(name)).HasField("finished"), name
+
+
+async def test_outputs_that_can_not_all_wait_displace_nobody_and_count_nowhere() -> None:
+    runner = HeldRunner(64, 16)
+    settings = {"scheduler.max_running_requests": 1, "scheduler.max_waiting_requests": 4}
+    three = spec(level=-10, temperature=1.0, seed=1)
+    three.num_outputs = 3
+    async with (
+        running_server(settings, runner=runner) as app,
+        grpc.aio.insecure_channel(app.address) as channel,
+        open_session(channel) as session,
+    ):
+        runner.hold()
+        await session.start("runs", level=-50)
+        await runner.held.wait()
+        for name, level in (("i0", -10), ("i1", -10), ("b0", 10), ("b1", 10)):
+            await session.start(name, level=level)
+            await session.event("accepted", name)
+        assert (
+            reason_in(await refused(stub(channel).Generate(gen.GenerateRequest(spec=three)))) == "QUEUE_FULL"
+        )
+        three.num_outputs = 5
+        status = await refused(stub(channel).Generate(gen.GenerateRequest(spec=three)))
+        assert (reason_in(status), "must be at most 4" in status.message) == ("INVALID_REQUEST", True)
+        runner.release()
+        for name in ("runs", "i0", "i1", "b0", "b1"):
+            assert (await session.end_of(name)).HasField("finished"), name
+
+
 async def test_a_step_that_does_not_end_turns_health_within_its_watchdogs_time() -> None:
     """The event loop is alive all the while: it answers the probes."""
     runner = HeldRunner(64, 16)

@@ -177,6 +177,44 @@ def test_to_wait_below_others_is_no_claim_on_them_when_they_come_down():
     check_shares(driver)
 
 
+@FIRST
+def test_parked_requests_that_all_go_on_at_once_take_turns_with_those_that_wait(first):
+    driver = driver_for(max_running_requests=64, max_step_tokens=1024)
+    for i in range(MANY):
+        driver.submit(f"parked-{i}", 8, tenant="a", max_tokens=12)
+        driver.steps(3)
+        driver.park(f"parked-{i}")
+    ask(driver, "c", 64, max_tokens=20)
+    driver.steps(10)
+    assert len(driver.running()) == 64
+    if first == "b":
+        ask(driver, "b", max_tokens=12)
+    for i in range(MANY):
+        driver.unpark(f"parked-{i}")
+    if first == "a":
+        ask(driver, "b", max_tokens=12)
+    check_shares(driver)
+
+
+def test_a_pause_costs_nothing_in_the_end():
+    driver = driver_for(num_blocks=40)
+    policy = driver.scheduler.policy
+    for tenant in "ab":
+        driver.submit(tenant, 31, tenant=tenant, max_tokens=24)
+    driver.steps(2)
+    driver.submit("large", 100, tenant="c", max_tokens=4)  # waits for blocks, so nobody is lifted
+    for cycle in range(4):
+        driver.park("a")
+        driver.steps(1)
+        driver.unpark("a")
+        driver.steps(2)
+        assert cycle or policy.served("a") > policy.served("b"), "charged ahead"
+    while driver.is_alive("a") or driver.is_alive("b"):
+        driver.step()
+    assert policy.served("a") == policy.served("b")
+    assert not policy._advances
+
+
 def test_siblings_are_no_more_than_as_many_requests():
     driver = driver_for()
     for n in range(13):
