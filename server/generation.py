@@ -207,7 +207,7 @@ class GenerationService:
         deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
-        await self._backend.prepare(draft)
+        await self._backend.prepare(draft, level)
         draft = await with_bad_words(draft, self._backend.engine)
         token_ids = await token_ids_of(draft)
         return self._backend.submit(

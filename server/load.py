@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import VorrangError
 from engine.runner.child import ChildDied, RunnerLimits
+from engine.runner.grammars.limits import GrammarLimits
 from engine.runner.inline import InlineRunner
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
@@ -73,6 +74,8 @@ def _inline(settings: Settings) -> Loaded:
     from engine.models import registry
 
     loaded = registry.load(**_arguments(settings))
+    if loaded.model.masks is not None:
+        loaded.model.masks.start()
     loaded.model.warm_up()
     return Loaded(InlineRunner(loaded.model), loaded.tokenizer, after_ready=loaded.tokenizer.warm_up)
 
@@ -125,6 +128,10 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "hang_s": settings.engine.runner_hang_s,
         "step_s_max": settings.engine.runner_step_s_max,
         "start_s_max": settings.engine.runner_start_s_max,
+        "grammar_limits": GrammarLimits(
+            compile_s_max=settings.engine.grammar_compile_s_max,
+            mask_s_max=settings.engine.grammar_mask_s_max,
+        ),
     }
 
 

@@ -240,7 +240,7 @@ class SessionCommands:
         Cancellation: the request never was.
         """
         try:
-            await self._backend.prepare(draft)
+            await self._backend.prepare(draft, request.level)
             draft = await with_bad_words(draft, self._backend.engine)
             token_ids = await token_ids_of(draft)
             if before is not None:
