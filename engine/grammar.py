@@ -6,7 +6,7 @@ How it is compiled and followed, where the model computes: ``engine.runner.gramm
 import enum
 from dataclasses import dataclass
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, QueueFull
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 MAX_CHOICES = 1024
@@ -29,6 +29,7 @@ class GrammarSpec:
         kind: its form.
         text: the schema, expression or grammar; empty for a choice.
         choices: the answers of a choice, else empty.
+        owner: the tenant that asks; nothing that is compiled is shared with another one.
 
     Raises:
         InvalidRequest: it is empty or too large.
@@ -37,6 +38,7 @@ class GrammarSpec:
     kind: GrammarKind
     text: str = ""
     choices: tuple[str, ...] = ()
+    owner: str = ""
 
     def __post_init__(self) -> None:
         size = sum(len(text.encode(errors="surrogatepass")) for text in (self.text, *self.choices))
@@ -74,6 +76,18 @@ class GrammarRefused(InvalidRequest):
     def log_text(self) -> str:
         """The field alone: a library's reason quotes the grammar."""
         return f"{self.field} was refused"
+
+
+class GrammarsBusy(QueueFull):
+    """A grammar's turn to be compiled did not come in time; it may the next time.
+
+    Args:
+        wait_s: seconds it has waited.
+    """
+
+    def __init__(self, wait_s: float) -> None:
+        super().__init__("queue of grammars to be compiled", "grammars", 0)
+        self.args = (f"the grammar was not compiled within {wait_s:g} s, since others were before it",)
 
 
 def shown(error: object) -> str:

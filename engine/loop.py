@@ -22,7 +22,7 @@ from engine.errors import (
     UnknownModel,
     VorrangError,
 )
-from engine.grammar import GrammarRefused, GrammarSpec
+from engine.grammar import GrammarsBusy, GrammarSpec
 from engine.handle import RequestHandle
 from engine.in_flight import StepsInFlight
 from engine.look import ClassLook, RequestLook, class_looks, looks
@@ -39,7 +39,7 @@ from engine.runner.base import (
     RunnerDead,
     RunnerLost,
 )
-from engine.scheduler.commands import Allow, Command, Fail, Finish, SetLevel
+from engine.scheduler.commands import Allow, Command, Fail, Finish, MaskReady, SetLevel
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.decisions import DecisionSink, RecordingScheduler
 from engine.scheduler.plan import Plan, StepResult
@@ -117,6 +117,7 @@ class Engine:
         self._mortal = runner if isinstance(runner, MortalRunner) else None
         if self._mortal is not None:
             self._mortal.watch(self._wake.set)
+        self._constraining = runner if isinstance(runner, ConstrainingRunner) else None
 
     @property
     def info(self) -> ModelInfo:
@@ -230,24 +231,24 @@ class Engine:
         """
         self._scheduler.check_levels(request_ids, level)
 
-    async def prepare(self, grammar: GrammarSpec, timeout_s: float) -> None:
+    async def prepare(self, grammar: GrammarSpec, timeout_s: float, level: int = 0) -> None:
         """Have a grammar compiled before a request with it is submitted; steps go on meanwhile.
 
         Raises:
-            GrammarRefused: it can't be compiled, or not within ``timeout_s`` seconds.
-            Unimplemented, QueueFull, InternalError: see ``ConstrainingRunner.prepare``.
+            GrammarRefused: it can't be compiled, or not within the time that it may compute.
+            QueueFull: too many are being compiled, or its turn did not come within ``timeout_s`` seconds.
+            Unimplemented, InternalError: see ``ConstrainingRunner.prepare``.
             Draining: nothing is computed any more.
 
         Cancellation: at once.
         """
-        if not isinstance(self._runner, ConstrainingRunner):
+        if self._constraining is None:
             raise Unimplemented("grammar")
         try:
             async with asyncio.timeout(timeout_s):
-                await self._runner.prepare(grammar)
+                await self._constraining.prepare(grammar, level)
         except TimeoutError:
-            rule = "must compile in time, in seconds"
-            raise GrammarRefused(grammar, rule, f"more than {timeout_s:g}") from None
+            raise GrammarsBusy(timeout_s) from None
         except RunnerDead:
             raise Draining from None
         except VorrangError:
@@ -320,6 +321,8 @@ class Engine:
         Cancellation: waits for the step in flight as far as the runner does, fails
         every request that is alive, then returns.
         """
+        if self._constraining is not None:
+            self._constraining.watch_masks(self._masks_ready)
         try:
             while True:
                 self._drain_inbox()
@@ -417,6 +420,10 @@ class Engine:
             async with asyncio.timeout(timeout_s):
                 await self._wake.wait()
         self._idle = False
+
+    def _masks_ready(self, ready: Sequence[tuple[RequestId, int]]) -> None:
+        for request_id, output_index in ready:
+            self._send(MaskReady(request_id, output_index))
 
     def _send(self, command: Command) -> None:
         """Have a command obeyed before the next plan.

@@ -125,7 +125,7 @@ class App:
             rates=self._rates,
             metrics=self.metrics,
             lives=self.lives,
-            grammar_compile_s_max=settings.engine.grammar_compile_s_max,
+            grammar_wait_s_max=settings.engine.grammar_wait_s_max,
         )
         self.health = Health()
         self.address = ""

@@ -98,7 +98,7 @@ class Backend:
         rates: tokens a second by tenant; None = no limits.
         metrics: is told of refusals; None = its own.
         lives: keeps where the time of requests went; None = nobody does.
-        grammar_compile_s_max: seconds a grammar may take to compile.
+        grammar_wait_s_max: seconds a request may wait for its grammar, its turn included.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Backend:
         rates: TokenRates | None = None,
         metrics: Metrics | None = None,
         lives: LifeRecorder | None = None,
-        grammar_compile_s_max: float = 10.0,
+        grammar_wait_s_max: float = 60.0,
     ) -> None:
         self.settings = settings
         self.session_settings = sessions or SessionSection()
@@ -119,7 +119,7 @@ class Backend:
         self.lives = lives
         self._rates = rates or TokenRates({}, time.monotonic)
         self._model_name = model_name
-        self._grammar_compile_s_max = grammar_compile_s_max
+        self._grammar_wait_s_max = grammar_wait_s_max
         self.sessions: set[Drainable] = set()
         self._engine: Engine | None = None
         self._text: TextWork | None = None
@@ -192,7 +192,7 @@ class Backend:
             EngineStarting, InvalidRequest, Unimplemented, UnknownModel: see ``convert.draft_of``.
         """
         with self._refusals_counted():
-            return convert.draft_of(
+            draft = convert.draft_of(
                 spec,
                 info=self.info,
                 limit=self.prompt_limit,
@@ -200,9 +200,16 @@ class Backend:
                 now=self.engine.now(),
                 max_request_s=self.session_settings.max_request_s,
             )
+        tenant = CALLER.get().tenant
+        if not tenant or draft.sampling.grammar is None:
+            return draft
+        grammar = dataclasses.replace(draft.sampling.grammar, owner=tenant)
+        return dataclasses.replace(draft, sampling=dataclasses.replace(draft.sampling, grammar=grammar))
 
-    async def prepare(self, draft: Draft) -> None:
+    async def prepare(self, draft: Draft, level: int) -> None:
         """Have the grammar of a draft compiled, if it has one; other requests are served meanwhile.
+
+        The most urgent come first, and no tenant keeps the others from compiling.
 
         Raises:
             GrammarRefused, Unimplemented, QueueFull: see ``Engine.prepare``.
@@ -212,7 +219,7 @@ class Backend:
         grammar = draft.sampling.grammar
         if grammar is not None:
             with self._refusals_counted():
-                await self.engine.prepare(grammar, self._grammar_compile_s_max)
+                await self.engine.prepare(grammar, self._grammar_wait_s_max, self.allowed_level(level))
 
     def check_shape(self, raw: bytes, message_class: Any) -> None:
         """Refuse a message that is made of too many things, before it is parsed.

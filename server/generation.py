@@ -226,7 +226,7 @@ class GenerationService:
         deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
-        await self._backend.prepare(draft)
+        await self._backend.prepare(draft, level)
         turn = self._backend.turn(lambda: level)
         draft = await self._backend.with_bad_words(draft, turn)
         token_ids = await self._backend.token_ids_of(draft, turn)

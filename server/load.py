@@ -10,6 +10,7 @@ from typing import Any
 
 from engine.errors import VorrangError
 from engine.runner.child import ChildDied, RunnerLimits
+from engine.runner.grammars.limits import GrammarLimits
 from engine.runner.inline import InlineRunner
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedRunner, ScriptedTokenizer
@@ -93,6 +94,8 @@ def _inline(settings: Settings) -> Loaded:
     from engine.models.tokenizer import HfTokenizer
 
     loaded = registry.load(**_arguments(settings))
+    if loaded.model.masks is not None:
+        loaded.model.masks.start()
     loaded.model.warm_up()
     special_in_chat = settings.model.special_tokens_in_chat == "special"
     tokenizer = HfTokenizer(loaded.folder, special_in_chat=True) if special_in_chat else loaded.tokenizer
@@ -147,6 +150,10 @@ def _arguments(settings: Settings) -> dict[str, Any]:
         "hang_s": settings.engine.runner_hang_s,
         "step_s_max": settings.engine.runner_step_s_max,
         "start_s_max": settings.engine.runner_start_s_max,
+        "grammar_limits": GrammarLimits(
+            compile_s_max=settings.engine.grammar_compile_s_max,
+            mask_s_max=settings.engine.grammar_mask_s_max,
+        ),
     }
 
 

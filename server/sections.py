@@ -145,7 +145,10 @@ class EngineSection(BaseModel):
         batch_invariant: a row's bits must not depend on its neighbours; costs speed, on a card alone.
         device: where they compute; ``auto`` = a card, where there is one and the kernels can use it.
         tensor_parallel: processes, and cards, that one model is cut over.
-        grammar_compile_s_max: seconds a grammar may take to compile before its request fails.
+        grammar_compile_s_max: seconds of a processor a grammar may take to compile before its request fails.
+        grammar_mask_s_max: seconds of a processor that finding out what may come next may take in all, for
+            one output; then its request fails.
+        grammar_wait_s_max: seconds a request may wait for its grammar to be compiled, its turn included.
         max_buffered_tokens: output tokens held for a client that does not read.
         scripted_step_s: seconds one step of the scripted model takes.
         record_decisions: file that gets the decision log, prompts' token ids included; None = no log.
@@ -166,6 +169,8 @@ class EngineSection(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel: int = Field(default=1, ge=1, le=64)
     grammar_compile_s_max: float = Field(default=10.0, gt=0)
+    grammar_mask_s_max: float = Field(default=10.0, gt=0)
+    grammar_wait_s_max: float = Field(default=60.0, gt=0)
     max_buffered_tokens: int = Field(default=8192, ge=1)
     scripted_step_s: float = Field(default=0.0, ge=0)
     record_decisions: Path | None = None

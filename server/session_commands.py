@@ -245,7 +245,7 @@ class SessionCommands:
         Cancellation: the request never was.
         """
         try:
-            await self._backend.prepare(draft)
+            await self._backend.prepare(draft, request.level)
             turn = request.turn = self._backend.turn(
                 lambda: request.level if request.turn_level is None else request.turn_level
             )

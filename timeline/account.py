@@ -45,6 +45,7 @@ GATES_OF_FIRST = {
     "prefix": "the beginning of the first one's prompt was being computed for another request",
     "in_flight": "the last token of the first of them was being computed",
     "tenant": "the tenant of the first of them held as many seats or blocks as it may",
+    "grammar": "what the grammar of the first of them lets come next was not known yet",
 }
 #: Why a request is parked.
 PARKINGS = {

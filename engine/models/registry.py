@@ -21,6 +21,7 @@ from engine.models.errors import ModelNotFound, UnsupportedAdapter, UnsupportedM
 from engine.models.families import FAMILIES
 from engine.models.hub import HubModel
 from engine.runner.base import ModelInfo
+from engine.runner.grammars.limits import GrammarLimits
 
 if TYPE_CHECKING:
     from engine.models.checkpoint import Auto
@@ -92,6 +93,7 @@ class LoadOptions(TypedDict, total=False):
     hang_s: float
     step_s_max: float
     start_s_max: float
+    grammar_limits: GrammarLimits | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,7 @@ def load_model(
     hang_s: float = 5.0,
     step_s_max: float = 120.0,
     start_s_max: float = 600.0,
+    grammar_limits: GrammarLimits | None = None,
 ) -> LoadedStepModel:
     """Load a model with a KV pool, but without its tokenizer.
 
@@ -233,6 +236,7 @@ def load_model(
         hang_s: seconds without a sign of life after which a rank counts as hanging.
         step_s_max: seconds a rank waits for the others in a step.
         start_s_max: seconds that a rank's answer may take while the model is loaded.
+        grammar_limits: what a grammar may cost.
 
     Raises:
         CpuKernelsUnavailable: ``kernels`` is ``cpu``, and this machine can't build or run it.
@@ -263,7 +267,16 @@ def load_model(
         if batch_invariant and not isinstance(config, DecoderConfig):
             raise ops.NotBatchInvariant("transformers' modules and")
         step_model, weight_type = _on_cpu(
-            info, folder, config, weights, adapters or {}, num_threads, kv_bytes, num_blocks, block_size
+            info,
+            folder,
+            config,
+            weights,
+            adapters or {},
+            num_threads,
+            kv_bytes,
+            num_blocks,
+            block_size,
+            grammar_limits,
         )
     elif not isinstance(config, DecoderConfig):
         where = "on a card" if found != "cpu" else "for several ranks"
@@ -288,7 +301,13 @@ def load_model(
             step_s_max=step_s_max,
         )
         step_model, weight_type = parallel.load(
-            options, tensor_parallel, info, num_blocks=num_blocks, hang_s=hang_s, start_s_max=start_s_max
+            options,
+            tensor_parallel,
+            info,
+            num_blocks=num_blocks,
+            hang_s=hang_s,
+            start_s_max=start_s_max,
+            grammar_limits=grammar_limits,
         )
     kernels_chosen = KernelsChosen(chosen, reason, weight_type)
     return LoadedStepModel(step_model.info, step_model, folder, kernels_chosen)
@@ -335,6 +354,7 @@ def _on_cpu(
     kv_bytes: int | None,
     num_blocks: int | None,
     block_size: int,
+    grammar_limits: GrammarLimits | None,
 ) -> "tuple[TorchModel | DeviceModel, str]":
     """The whole model in this process, and how its matrices are kept."""
     import torch
@@ -343,7 +363,7 @@ def _on_cpu(
     from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
     from engine.models.transformers_decoder import TransformersDecoder
-    from engine.runner.grammars.cache import grammars_of
+    from engine.runner.grammars.model_masks import masks_of
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
     from kv.pool import KvLayout, KvPool, default_bytes, num_blocks_for
@@ -367,8 +387,8 @@ def _on_cpu(
     if num_blocks is None:
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
     pool = KvPool(layout, num_blocks, block_size)
-    grammars = grammars_of(info, folder)
-    return TorchModel(info, decoder, pool, num_threads=num_threads, grammars=grammars), weight_type
+    masks = masks_of(info, folder, grammar_limits)
+    return TorchModel(info, decoder, pool, num_threads=num_threads, masks=masks), weight_type
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

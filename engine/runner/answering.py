@@ -8,12 +8,13 @@ few lines of protocol.
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from engine.request import RequestId
 from engine.runner.base import LaunchingModel, ModelBroken, StepModel, Ticket
 from engine.runner.channel import RESULT, STEP_FAILED, Message, pack_error
-from engine.runner.delta import PlanDecoder, PlanDelta
+from engine.runner.delta import PlanDecoder, PlanDelta, run_without, without
 from engine.scheduler.plan import Plan, StepResult
 
 #: While one plan is computed and the next is due, seconds between two looks for either.
@@ -49,7 +50,7 @@ def answer_plans(model: StepModel, channel: PlanChannel) -> None:
     decoder = PlanDecoder()
     while (message := channel.receive()) is not None:
         plan = decoder.decode(message[1])
-        channel.send(_outcome(plan, lambda: model.run(plan), decoder))  # noqa: B023 - called at once
+        channel.send(_outcome(plan, lambda: run_without(plan, decoder.void, model.run), decoder))  # noqa: B023
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,13 @@ class _Begun:
         plan: which.
         ticket: what it was launched as; None = not at all.
         error: why not; None = it grants nothing.
+        void: requests whose grants were left out.
     """
 
     plan: Plan
     ticket: Ticket | None
     error: Exception | None
+    void: frozenset[RequestId] = frozenset()
 
 
 class _Launching:
@@ -115,10 +118,12 @@ class _Launching:
     def _begin(self, delta: PlanDelta, *, is_ahead: bool) -> _Begun:
         """Launch a plan. What goes wrong is its outcome, which is told after that of the plan before."""
         plan = self._decoder.decode(delta, is_ahead=is_ahead)
-        if not plan.grants:
-            return _Begun(plan, None, None)
+        void = self._decoder.void
+        left = without(plan, void)
+        if not left.grants:
+            return _Begun(plan, None, None, void)
         try:
-            return _Begun(plan, self._model.launch(plan), None)
+            return _Begun(plan, self._model.launch(left), None, void)
         except Exception as error:
             return _Begun(plan, None, error)
 
@@ -130,7 +135,8 @@ class _Launching:
     def _result(self, begun: _Begun) -> StepResult:
         if begun.error is not None:
             raise begun.error
-        return StepResult({}) if begun.ticket is None else self._model.collect(begun.ticket)
+        result = StepResult({}) if begun.ticket is None else self._model.collect(begun.ticket)
+        return replace(result, sat_out=result.sat_out | begun.void) if begun.void else result
 
 
 def _outcome(plan: Plan, compute: Callable[[], StepResult], decoder: PlanDecoder) -> Message:
@@ -150,7 +156,10 @@ def _packed(plan: Plan, result: StepResult) -> Message:
     """Sampled tokens in the order of the grants that sample, None for failures; then what drafts brought."""
     sampled = [result.sampled.get(g.request_id) for g in plan.grants if g.output_index is not None]
     failures = {request_id: pack_error(error) for request_id, error in result.failures.items()}
-    if result.logprobs or result.prompt_logprobs or result.complete or result.after_drafts:
-        more = (result.logprobs, result.prompt_logprobs, result.complete, result.after_drafts)
+    more = (
+        result.logprobs, result.prompt_logprobs, result.complete, result.after_drafts,
+        result.sat_out, result.awaiting,
+    )  # fmt: skip
+    if any(more):
         return RESULT, plan.step, sampled, failures, *more
     return RESULT, plan.step, sampled, failures

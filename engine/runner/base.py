@@ -6,11 +6,12 @@ implements; ``Runner`` is what the loop awaits. This module knows no torch.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, runtime_checkable
 
 from engine.grammar import GrammarSpec
+from engine.request import RequestId
 from engine.scheduler.plan import Plan, StepResult
 
 
@@ -151,10 +152,17 @@ class PipelinedRunner(Runner, Protocol):
 class ConstrainingRunner(Runner, Protocol):
     """A runner that can hold outputs to a grammar; any other fails a request that has one."""
 
-    async def prepare(self, grammar: GrammarSpec) -> None:
+    def watch_masks(self, ready: Callable[[Sequence[tuple[RequestId, int]]], None]) -> None:
+        """Have ``ready`` told, on the event loop, of requests that a result said await a mask.
+
+        With each comes the place in its output of the token that may be sampled now.
+        """
+        ...
+
+    async def prepare(self, grammar: GrammarSpec, level: int = 0) -> None:
         """Have a grammar compiled beside the steps, which do not wait for it.
 
-        It is kept for a while; a request whose grammar is not there (any more) makes a step wait.
+        It is kept for a while; a request whose grammar is not there (any more) sits steps out.
 
         Raises:
             GrammarRefused: it can't be compiled.
@@ -162,7 +170,7 @@ class ConstrainingRunner(Runner, Protocol):
             QueueFull: too many are being compiled.
             InternalError: what compiles died of it.
 
-        Cancellation: at once; it is compiled nevertheless.
+        Cancellation: at once; it is not compiled if nobody else wants it.
         """
         ...
 

@@ -1,5 +1,6 @@
 """A plan as flat tensors: what the model reads, in which rows it samples, and how."""
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,10 +12,11 @@ from engine.errors import VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
 from engine.models.lora import AdapterRows
 from engine.request import RequestId
-from engine.runner.choices import GrammarSource, LastTokens, choices_of, completed
-from engine.sampling import Needs
-from engine.scheduler.plan import Grant, Granted, Plan, StepResult
-from kernels.ops import AttentionInputs, SamplingInputs
+from engine.runner.choices import Choices, LastTokens, choices_of
+from engine.runner.grammars.constraint import Constrained, Found, go_on
+from engine.runner.grammars.masks import Masks
+from engine.scheduler.plan import Grant, Plan, StepResult
+from kernels.ops import AttentionInputs, SamplingInputs, TokenMask
 
 Int64Array = NDArray[np.int64]
 
@@ -37,7 +39,7 @@ class Scored:
 
 
 _NO_ROWS = torch.zeros(0, dtype=torch.int64)
-_LOGPROBS, _TYPICAL, _GRAMMAR = int(Needs.LOGPROBS), int(Needs.TYPICAL), int(Needs.GRAMMAR)
+_LOGPROBS, _TYPICAL = int(Needs.LOGPROBS), int(Needs.TYPICAL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,8 @@ class Batch:
         unknown: place of each token that nobody knows yet, because the step before samples it, and
             whose it is; its id is 0.
         dead_ends: requests that may choose nothing, and why; they fail.
-        constrained: requests under a grammar that sample, and the place of that token in their outputs.
+        constrained: rows under a grammar.
+        void: requests whose last token never was; nothing of theirs counts.
         num_logprobs: row of each request that wants the log probability of its token, and of how
             many likeliest.
         scored: whose prompts are scored, in order.
@@ -72,7 +75,8 @@ class Batch:
     sampling: SamplingInputs
     unknown: tuple[tuple[int, RequestId], ...] = ()
     dead_ends: tuple[tuple[RequestId, VorrangError], ...] = ()
-    constrained: tuple[tuple[Granted, int], ...] = ()
+    constrained: tuple[Constrained, ...] = ()
+    void: frozenset[RequestId] = frozenset()
     num_logprobs: tuple[tuple[int, int], ...] = ()
     scored: tuple[Scored, ...] = ()
     score_rows: torch.Tensor = _NO_ROWS
@@ -85,31 +89,48 @@ class Batch:
         failures: Mapping[RequestId, VorrangError],
         logprobs: Mapping[RequestId, PositionLogProbs],
         prompt_logprobs: Mapping[RequestId, PromptLogProbs],
+        found: Found | None = None,
+        masks: Masks | None = None,
     ) -> StepResult:
-        """What the step has brought, of tokens in the order of ``sampling_ids``."""
+        """What the step has brought, of tokens in the order of ``sampling_ids``.
+
+        ``found`` is what was known of rows under grammars, whose next masks ``masks`` is asked for.
+        """
+        silent = self.void if found is None else self.void | found.silent
         sampled: dict[RequestId, int] = {}
         after_drafts: dict[RequestId, list[int]] = {}
         for request_id, token_id in zip(self.sampling_ids, token_ids, strict=True):
-            if request_id in failures:
+            if request_id in failures or request_id in silent:
                 continue
             if request_id in sampled:
                 after_drafts.setdefault(request_id, []).append(token_id)
             else:
                 sampled[request_id] = token_id
-        complete = completed(self.constrained, sampled)
-        return StepResult(sampled, failures, logprobs, prompt_logprobs, complete, after_drafts)
+        if found is None and not self.void:
+            return StepResult(sampled, failures, logprobs, prompt_logprobs, after_drafts=after_drafts)
+        complete, sat_out = frozenset[RequestId](), self.void
+        awaiting = frozenset[RequestId]()
+        if found is not None:
+            complete, sat_out = frozenset(found.complete), sat_out | found.sat_out
+        if masks is not None and self.constrained:
+            awaiting = go_on(self.constrained, sampled, silent | failures.keys(), masks)
+        told = {i: each for i, each in logprobs.items() if i not in silent} if silent else logprobs
+        return StepResult(
+            sampled, failures, told, prompt_logprobs, complete, after_drafts,
+            sat_out=sat_out - failures.keys(), awaiting=awaiting - failures.keys(),
+        )  # fmt: skip
 
 
 def build_batch(
     plan: Plan,
     block_size: int,
     last_tokens: LastTokens | None = None,
-    grammars: GrammarSource | None = None,
+    masks: Masks | None = None,
 ) -> Batch:
     """Lay out the grants of ``plan`` one after the other, without padding. CPU tensors.
 
-    ``last_tokens`` is asked when a request lacks its last token and can't choose without it, ``grammars``
-    when it has one.
+    ``last_tokens`` is asked when a request lacks its last token and can't choose without it, ``masks``
+    when it has a grammar.
 
     Invariant: ``plan`` has at least one grant, and every grant at least one token.
     """
@@ -134,7 +155,7 @@ def build_batch(
     is_decode = len(token_ids) == len(rows)  # a token each, and all sample: nothing guessed, no prompt scored
     if not is_decode and any(grant.num_drafts for grant in sampling):
         sampling, sample_rows = _with_drafts(sampling, sample_rows)
-    inputs, needs, dead_ends = _sampling_inputs(sampling, last_tokens, grammars)
+    inputs, needs, choices = _sampling_inputs(sampling, last_tokens, masks)
     sampling_ids = tuple(grant.request_id for grant in sampling)
     wanting = np.flatnonzero(needs & _LOGPROBS).tolist()
     scored, score_rows, score_ids = _NO_SCORES if is_decode else _scores(grants, query_start)
@@ -152,11 +173,9 @@ def build_batch(
         sample_rows=torch.from_numpy(sample_rows),
         sampling=inputs,
         unknown=tuple((int(query_start[row + 1]) - 1, grants[row].request_id) for row in unknown),
-        dead_ends=tuple((sampling_ids[row], error) for row, error in dead_ends),
-        constrained=tuple(
-            (sampling[row].request, sampling[row].output_index or 0)
-            for row in np.flatnonzero(needs & _GRAMMAR).tolist()
-        ),
+        dead_ends=tuple((sampling_ids[row], error) for row, error in choices.dead_ends),
+        constrained=choices.constrained,
+        void=frozenset(sampling_ids[row] for row in choices.void),
         num_logprobs=tuple((row, sampling[row].sampling.logprobs or 0) for row in wanting),
         scored=scored,
         score_rows=score_rows,
@@ -205,14 +224,14 @@ def _block_tables(grants: Sequence[Grant], num_blocks: Int64Array) -> Int64Array
 
 
 def _sampling_inputs(
-    grants: Sequence[Grant], last_tokens: LastTokens | None, grammars: GrammarSource | None
-) -> tuple[SamplingInputs, Int64Array, tuple[tuple[int, VorrangError], ...]]:
-    """How the rows choose, what each of them ``Needs``, and which of them can't choose anything."""
+    grants: Sequence[Grant], last_tokens: LastTokens | None, masks: Masks | None
+) -> tuple[SamplingInputs, Int64Array, Choices]:
+    """How the rows choose, what each of them ``Needs``, and what else is to be said of their choices."""
     packed = np.frombuffer(b"".join([grant.request.sampling.packed for grant in grants]), dtype=np.int64)
     columns = packed.reshape(-1, 7).T.copy()
     temperature, top_p, min_p, typical_p = columns[:4].view(np.float64)
     top_k, seed, needs = columns[4:]
-    choices = choices_of(grants, needs, last_tokens, grammars)
+    choices = choices_of(grants, needs, last_tokens, masks)
     inputs = SamplingInputs(
         temperature=torch.from_numpy(temperature),
         top_k=torch.from_numpy(top_k),
@@ -225,9 +244,8 @@ def _sampling_inputs(
         adjustments=choices.adjustments,
         allowed=choices.allowed,
         typical_p=torch.from_numpy(typical_p) if (needs & _TYPICAL).any() else None,
-        mask=choices.mask,
     )
-    return inputs, needs, choices.dead_ends
+    return inputs, needs, choices
 
 
 _NO_SCORES: tuple[tuple[Scored, ...], torch.Tensor, torch.Tensor] = ((), _NO_ROWS, _NO_ROWS)
@@ -250,3 +268,12 @@ def _scores(
             rows.append(torch.arange(begin, begin + len(following)))
             ids.append(torch.tensor(following, dtype=torch.int64))
     return (tuple(scored), torch.cat(rows), torch.cat(ids)) if scored else _NO_SCORES
+
+
+def with_masks(sampling: SamplingInputs, found: Found) -> SamplingInputs:
+    """How rows choose, with the masks that were found."""
+    if not found.masks:
+        return sampling
+    rows = torch.tensor(list(found.masks), dtype=torch.int64)
+    words = torch.from_numpy(np.stack(list(found.masks.values())))
+    return dataclasses.replace(sampling, mask=TokenMask(rows, words))

@@ -18,12 +18,12 @@ from engine.failure import REMOTE, trace_of
 
 Message = tuple[Any, ...]
 
-#: From the server: what to load, then plans and grammars.
-LOAD, PLAN, PREPARE = "load", "plan", "prepare"
+#: From the server: what to load, then plans and grammars, and that nobody waits for a grammar any more.
+LOAD, PLAN, PREPARE, WITHDRAW = "load", "plan", "prepare", "withdraw"
 #: From the runner: the model is there or not, a step's outcome, a sign of life, a line for the log, whether
-#: a grammar was compiled.
-READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG, PREPARED = (
-    "ready", "load_failed", "result", "step_failed", "beat", "log", "prepared",
+#: a grammar was compiled, whose masks are ready.
+READY, LOAD_FAILED, RESULT, STEP_FAILED, BEAT, LOG, PREPARED, MASKS = (
+    "ready", "load_failed", "result", "step_failed", "beat", "log", "prepared", "masks",
 )  # fmt: skip
 
 #: Read at most so many at a time.
@@ -75,6 +75,11 @@ class BlockingChannel:
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
         self._lock = threading.Lock()
+
+    @property
+    def connection(self) -> socket.socket:
+        """The socket, for whoever has read all that was sent and goes on otherwise."""
+        return self._connection
 
     def receive(self) -> Message | None:
         """The next message; None when the other end is gone."""

@@ -19,10 +19,12 @@ from engine.runner.channel import (
     LOAD,
     LOAD_FAILED,
     LOG,
+    MASKS,
     PLAN,
     PREPARE,
     PREPARED,
     READY,
+    WITHDRAW,
     FrameReader,
     Message,
     frame,
@@ -148,7 +150,7 @@ class Child:
         self._num_unanswered += 1
         self._transport.write(frame((PLAN, self._encoder.encode(plan))))
 
-    def prepare(self, grammar: GrammarSpec) -> "asyncio.Future[None]":
+    def prepare(self, grammar: GrammarSpec, level: int = 0) -> "asyncio.Future[None]":
         """Have it compile a grammar.
 
         Returns:
@@ -161,8 +163,16 @@ class Child:
             return done
         self._num_prepared += 1
         self._preparing[self._num_prepared] = done
-        self._transport.write(frame((PREPARE, self._num_prepared, grammar)))
+        number = self._num_prepared
+        self._transport.write(frame((PREPARE, number, grammar, level)))
+        done.add_done_callback(lambda _: self._withdraw(number, done))
         return done
+
+    def _withdraw(self, number: int, done: "asyncio.Future[None]") -> None:
+        """Nobody waits for a grammar any more."""
+        if done.cancelled() and not self.lost.is_set() and self._transport is not None:
+            self._preparing.pop(number, None)
+            self._transport.write(frame((WITHDRAW, number)))
 
     async def end(self, *, kill: bool = False) -> Death:
         """End it, and clear up after it. May be called twice.
@@ -259,6 +269,8 @@ class Child:
                     self._ready.set_exception(unpack_error(message[1]))
             elif kind == PREPARED:
                 self._prepared(message)
+            elif kind == MASKS:
+                self._on_message(message)
             else:
                 self._num_unanswered -= 1
                 self._busy_since = self._loop.time()

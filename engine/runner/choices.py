@@ -5,6 +5,7 @@ request between two steps (how often it said what) is a function of its tokens a
 the request does.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -15,12 +16,11 @@ from numpy.typing import NDArray
 
 from engine.errors import InvalidRequest, Unimplemented, VorrangError
 from engine.request import RequestId
-from engine.runner.grammars.cache import Grammars
-from engine.runner.grammars.compiled import Mask
-from engine.runner.grammars.constraint import Constraint
+from engine.runner.grammars.constraint import Constrained
+from engine.runner.grammars.masks import Masks
 from engine.sampling import Needs, SamplingParams
 from engine.scheduler.plan import Grant, Granted
-from kernels.ops import AllowedIds, LogitAdjustments, TokenMask
+from kernels.ops import AllowedIds, LogitAdjustments
 
 Int64Array = NDArray[np.int64]
 
@@ -37,7 +37,8 @@ class Choices:
         banned_ids: id of each banned pair.
         adjustments: penalties and biases; None = none.
         allowed: rows that may choose certain ids alone; None = none.
-        mask: rows under a grammar; None = none.
+        constrained: rows under a grammar; what they may choose is asked for later.
+        void: rows whose last token never was, since its step has sampled none for the request.
         dead_ends: rows that may choose nothing, and why; they fail.
     """
 
@@ -45,7 +46,8 @@ class Choices:
     banned_ids: Int64Array
     adjustments: LogitAdjustments | None = None
     allowed: AllowedIds | None = None
-    mask: TokenMask | None = None
+    constrained: tuple[Constrained, ...] = ()
+    void: tuple[int, ...] = ()
     dead_ends: tuple[tuple[int, VorrangError], ...] = ()
 
 
@@ -56,24 +58,11 @@ _TOKENS, _ADJUSTMENTS, _GRAMMAR = int(Needs.TOKENS), int(Needs.ADJUSTMENTS), int
 NOTHING = Choices(_NO_IDS, _NO_IDS)
 
 
-@dataclass(frozen=True, slots=True)
-class GrammarSource:
-    """Where a model has its grammars from.
-
-    Attributes:
-        grammars: compiles and keeps them.
-        vocab_size: ids that logits are computed for.
-    """
-
-    grammars: Grammars
-    vocab_size: int
-
-
 def choices_of(
     grants: Sequence[Grant],
     needs: Int64Array,
     last_tokens: LastTokens | None,
-    source: GrammarSource | None = None,
+    masks: Masks | None = None,
 ) -> Choices:
     """What the sampling ``grants`` need, ``needs[row]`` telling which of it.
 
@@ -81,7 +70,7 @@ def choices_of(
         grants: one a row.
         needs: ``[R]``, ``Needs`` of each.
         last_tokens: asked, at most once, when a token must be known that is not.
-        source: of grammars; None = there are none.
+        masks: of grammars; None = there are none.
     """
     special = np.flatnonzero(needs & _SPECIAL).tolist()
     if not special:
@@ -90,7 +79,8 @@ def choices_of(
     banned: list[tuple[int, Int64Array]] = []
     allowed: list[tuple[int, Int64Array]] = []
     adjusted: list[tuple[int, _Row]] = []
-    masks: list[tuple[int, Mask]] = []
+    constrained: list[Constrained] = []
+    void: list[int] = []
     dead_ends: list[tuple[int, VorrangError]] = []
     for place in special:
         grant = grants[place]
@@ -101,6 +91,9 @@ def choices_of(
             if grant.has_unknown_token:
                 if unknown is None:
                     unknown = last_tokens() if last_tokens is not None else {}
+                if wanted & _GRAMMAR and grant.request_id not in unknown:
+                    void.append(place)
+                    continue
                 lacking = (unknown.get(grant.request_id, 0),)
             row.read(grant, lacking)
         bans = row.bans(grant)
@@ -116,13 +109,17 @@ def choices_of(
         if wanted & _ADJUSTMENTS:
             adjusted.append((place, row))
         if wanted & _GRAMMAR:
-            try:
-                mask = row.mask(grant, lacking, bans, source)
-            except VorrangError as error:
-                dead_ends.append((place, error))
-            else:
-                if mask is not None:
-                    masks.append((place, mask))
+            if masks is None:
+                dead_ends.append((place, Unimplemented("grammar")))
+                continue
+            request, index = grant.request, grant.output_index
+            assert index is not None
+            assert row.params.grammar is not None
+            first = request.num_prompt_tokens
+            tokens = [*request.token_ids[first : first + index], *lacking]
+            output = masks.follow(request.request_id, row.params.grammar, tokens)
+            row.forget_with(request, masks)
+            constrained.append(Constrained(place, request, output, bans))
     banned_rows, banned_ids = _pairs(banned)
     allowed_rows, allowed_ids = _pairs(allowed)
     restricted = torch.tensor([place for place, _ in allowed], dtype=torch.int64)
@@ -133,32 +130,10 @@ def choices_of(
         AllowedIds(restricted, torch.from_numpy(allowed_rows), torch.from_numpy(allowed_ids))
         if allowed
         else None,
-        _token_mask(masks) if masks else None,
+        tuple(constrained),
+        tuple(void),
         tuple(dead_ends),
     )
-
-
-def completed(
-    constrained: Sequence[tuple[Granted, int]], sampled: Mapping[RequestId, int]
-) -> frozenset[RequestId]:
-    """Requests that have said all their grammar has, with what a step has sampled for them.
-
-    Args:
-        constrained: requests under a grammar, each with the place of that token in its output.
-        sampled: tokens of the step; who failed has none.
-    """
-    return frozenset(
-        request.request_id
-        for request, index in constrained
-        if (token_id := sampled.get(request.request_id)) is not None
-        and token_id not in request.ending_token_ids
-        and _row_of(request).completes(request, index, token_id)
-    )
-
-
-def _token_mask(masks: Sequence[tuple[int, Mask]]) -> TokenMask:
-    rows = torch.tensor([place for place, _ in masks], dtype=torch.int64)
-    return TokenMask(rows, torch.from_numpy(np.stack([mask for _, mask in masks])))
 
 
 def _pairs(ids_by_row: Sequence[tuple[int, Int64Array]]) -> tuple[Int64Array, Int64Array]:
@@ -254,7 +229,7 @@ class _Row:
                 self._sequences.setdefault(sequence[-2], []).append(sequence)
         self._num_read = 0
         self._completing: list[int] = []
-        self._constraint: Constraint | None = None
+        self._is_followed = False
 
     def read(self, grant: Grant, lacking: tuple[int, ...]) -> None:
         """Take in the tokens before the one that ``grant`` samples; ``lacking`` is the last, if unknown."""
@@ -275,37 +250,13 @@ class _Row:
                 if tail[1 - len(sequence) :] == sequence[:-1]
             ]
 
-    def mask(
-        self, grant: Grant, lacking: tuple[int, ...], bans: Int64Array, source: GrammarSource | None
-    ) -> Mask | None:
-        """What the grammar allows ``grant`` to sample; None = its output has ended already.
-
-        Raises:
-            VorrangError: nothing, or there are no grammars here.
-        """
-        request, index = grant.request, grant.output_index
-        assert index is not None
-        if self._constraint is None:
-            if source is None:
-                raise Unimplemented("grammar")
-            ending = request.ending_token_ids
-            self._constraint = Constraint(self.params, ending, source.grammars, source.vocab_size)
-        first = request.num_prompt_tokens
-        self._constraint.follow([*request.token_ids[first : first + index], *lacking])
-        if self._constraint.is_complete and index:
-            return None  # the step before has completed it, and this one was planned meanwhile
-        return self._constraint.mask(bans, self.params.allowed_token_ids)
-
-    def completes(self, request: Granted, index: int, token_id: int) -> bool:
-        """Whether nothing but an end may follow once ``token_id`` is the output's token ``index``."""
-        if self._constraint is None:
-            return False
-        first = request.num_prompt_tokens
-        try:
-            self._constraint.follow([*request.token_ids[first : first + index], token_id])
-        except VorrangError:  # what was sampled without a mask is nobody's any more
-            return False
-        return self._constraint.is_complete
+    def forget_with(self, request: Granted, masks: Masks) -> None:
+        """Have an output followed no longer than its request is known here."""
+        if not self._is_followed:
+            self._is_followed = True
+            request_id = request.request_id
+            _followed[request_id] = _followed.get(request_id, 0) + 1
+            weakref.finalize(request, _unfollow, request_id, masks).atexit = False
 
     def bans(self, grant: Grant) -> Int64Array:
         """Ids that the token may not be."""
@@ -314,6 +265,17 @@ class _Row:
             return self.always_banned
         more = np.array([*early, *self._completing], dtype=np.int64)
         return np.concatenate([self.always_banned, more])
+
+
+#: How many objects that are alive tell of a request; a process may be told of one anew.
+_followed: dict[RequestId, int] = {}
+
+
+def _unfollow(request_id: RequestId, masks: Masks) -> None:
+    _followed[request_id] -= 1
+    if not _followed[request_id]:
+        del _followed[request_id]
+        masks.forget(request_id)
 
 
 #: Tokens of a text that any banned sequence can begin with.

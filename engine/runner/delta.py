@@ -14,11 +14,12 @@ Border: tokens of a request are only ever appended; a block table grows at its e
 or is another list.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from engine.request import RequestId
 from engine.sampling import SamplingParams
-from engine.scheduler.plan import Grant, Plan
+from engine.scheduler.plan import Grant, Plan, StepResult
 
 #: Plans after which requests that were not granted anything meanwhile are forgotten.
 SWEEP_PLANS = 64
@@ -137,6 +138,8 @@ class PlanDecoder:
         self._sampled: Mapping[RequestId, int] = {}
         self._is_ahead = False
         self._lacking: list[KnownRequest] = []  # their last token, which the plan before samples
+        #: Requests whose last token in the plan just decoded never was: they sat out the plan before.
+        self.void: frozenset[RequestId] = frozenset()
 
     @property
     def num_known(self) -> int:
@@ -175,6 +178,7 @@ class PlanDecoder:
         for key, request_id, sampling, ending_token_ids, num_prompt, adapter in introductions:
             known[key] = KnownRequest(request_id, sampling, ending_token_ids, num_prompt, adapter)
         grants: list[Grant] = []
+        void: list[RequestId] = []
         for key, start, num_tokens, output_index, new_tokens, kept, new_blocks, drafts in rows:
             request = known[key]
             request.token_ids.extend(new_tokens)
@@ -184,10 +188,29 @@ class PlanDecoder:
             elif is_ahead:
                 self._lacking.append(request)
             else:
+                if request.sampling.grammar is not None and request.request_id not in before:
+                    void.append(request.request_id)
                 request.token_ids.append(before.get(request.request_id, ANY_TOKEN_ID))
             if kept:
                 request.block_table.extend(new_blocks)
             else:
                 request.block_table = list(new_blocks)
             grants.append(Grant(request, start, num_tokens, request.block_table, output_index))
+        self.void = frozenset(void)
         return Plan(step, tuple(grants))
+
+
+def run_without(plan: Plan, void: frozenset[RequestId], run: Callable[[Plan], StepResult]) -> StepResult:
+    """What comes of a plan some of whose grants are for tokens that never were: those sit it out."""
+    if not void:
+        return run(plan)
+    left = without(plan, void)
+    result = run(left) if left.grants else StepResult({})
+    return replace(result, sat_out=result.sat_out | void)
+
+
+def without(plan: Plan, void: frozenset[RequestId]) -> Plan:
+    """A plan without some of its grants."""
+    if not void:
+        return plan
+    return Plan(plan.step, tuple(grant for grant in plan.grants if grant.request_id not in void))

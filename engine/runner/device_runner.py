@@ -5,6 +5,7 @@ for its result are two calls, so that the host can be ahead of the device by one
 """
 
 import dataclasses
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,10 +17,10 @@ from engine.errors import VorrangError
 from engine.request import RequestId
 from engine.runner import logprobs
 from engine.runner.base import ModelBroken, ModelInfo, PoolShape
-from engine.runner.batch import Batch, build_batch
-from engine.runner.choices import GrammarSource
+from engine.runner.batch import Batch, build_batch, with_masks
 from engine.runner.executor import StepExecutor
-from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars import constraint
+from engine.runner.grammars.masks import Masks
 from engine.runner.logprobs import wanted_rows
 from engine.runner.packing import StepShape, bucket_for, num_words, pack, padded, shape_of
 from engine.runner.step_report import Report
@@ -57,7 +58,7 @@ class DeviceModel:
         executor: computes.
         buckets: sizes that decodes are padded to; empty = none are padded.
         others: the other ranks; None = there are none.
-        grammars: compiles what outputs must match; None = nobody may ask for that.
+        masks: compiles and follows what outputs must match; None = nobody may ask for that.
     """
 
     def __init__(
@@ -67,14 +68,14 @@ class DeviceModel:
         *,
         buckets: Sequence[int] = (),
         others: OtherRanks | None = None,
-        grammars: Grammars | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self._info = info
         self._executor = executor
         self._buckets = buckets
         self._others = others
-        self.grammars = grammars
-        self._source = None if grammars is None else GrammarSource(grammars, info.vocab_size)
+        self.masks = masks
+        self._step_s = 0.0  # of the last one that was waited for
         on_device = executor.device.type != "cpu"
         self._inputs = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
         self._reports = [HostWords(pinned=on_device) for _ in range(NUM_IN_FLIGHT)]
@@ -124,7 +125,8 @@ class DeviceModel:
             ModelBroken: see ``run``.
         """
         failures: dict[RequestId, VorrangError] = {}
-        batch = build_batch(plan, self._executor.pool.block_size, self._last_tokens, self._source)
+        began = time.perf_counter()
+        batch = build_batch(plan, self._executor.pool.block_size, self._last_tokens, self.masks)
         failures.update(batch.dead_ends)
         strange = _mask_strange_ids(batch, self._info.vocab_size)
         fail_alone(plan, strange, "ids are unknown", failures)
@@ -143,14 +145,16 @@ class DeviceModel:
         try:
             if self._others is not None:
                 self._others.announce(shape, words)
-            report = self._compute(shape, words, batch, own_sampling, self._reports[turn])
+            report, found = self._compute(shape, words, batch, own_sampling, self._reports[turn])
         except Exception as error:
             raise self._as_broken(error) from error
         event: torch.cuda.Event | None = None
         if report.is_pinned():
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._last = Launched(plan, batch, failures, report, event)
+        if found is not None:
+            failures.update(found.failures)
+        self._last = Launched(plan, batch, failures, report, event, found, began)
         return self._last
 
     def _last_tokens(self) -> dict[RequestId, int]:
@@ -164,7 +168,10 @@ class DeviceModel:
         self._wait_for(self._last)
         sampling_ids = self._last.batch.sampling_ids
         token_ids = self._last.report[: len(sampling_ids)].tolist()
-        return dict(zip(sampling_ids, token_ids, strict=True))
+        said = dict(zip(sampling_ids, token_ids, strict=True))
+        for request_id in self._last.silent:
+            said.pop(request_id, None)
+        return said
 
     def _wait_for(self, launched: "Launched") -> None:
         try:
@@ -185,20 +192,34 @@ class DeviceModel:
         broken = zip(batch.request_ids, report.broken(), strict=False)  # padding follows
         fail_alone(plan, [i for i, count in broken if count], "hidden states are not finite", failures)
         token_ids = report.token_ids()
-        hopeless = [i for i, bad in zip(batch.sampling_ids, report.failed(), strict=True) if bad]
+        bad_rows = zip(batch.sampling_ids, report.failed(), strict=True)
+        hopeless = [i for i, bad in bad_rows if bad and i not in launched.silent]
         fail_alone(plan, hopeless, "no finite logits", failures)
-        return batch.result(token_ids, failures, report.logprobs(token_ids), report.prompt_logprobs())
+        scores = report.prompt_logprobs()
+        self._step_s = time.perf_counter() - launched.began
+        logprobs_by_id = report.logprobs(token_ids)
+        return batch.result(token_ids, failures, logprobs_by_id, scores, launched.found, self.masks)
 
     def _compute(
         self, shape: StepShape, words: Tensor, batch: Batch, own: SamplingInputs, buffer: "HostWords"
-    ) -> Tensor:
+    ) -> tuple[Tensor, constraint.Found | None]:
         """Compute and sample; a ``Report`` on the host, once the device is there.
 
-        ``own`` is how the batch's own rows sample, before any were added.
+        ``own`` is how the batch's own rows sample, before any were added. What grammars allow is
+        waited for when the device has begun.
+
+        Returns:
+            The report, and what was known of rows under grammars.
         """
-        num_sampling = len(batch.sampling_ids)
+        num_sampling, found_masks = len(batch.sampling_ids), None
         inputs, outputs = self._executor.compute(shape, words)
         parts = [outputs.broken]
+        if batch.constrained:
+            assert self.masks is not None
+            patience_s = constraint.wait_s(self._step_s)
+            vocab_size = self._info.vocab_size
+            found_masks = constraint.find(batch.constrained, self.masks, patience_s, vocab_size)
+            own = with_masks(own, found_masks)
         with torch.inference_mode():
             if outputs.logits is not None:
                 logits = outputs.logits[:num_sampling]
@@ -216,7 +237,7 @@ class DeviceModel:
             on_device = torch.cat(parts)
             on_host = buffer.take(on_device.shape[0])
             on_host.copy_(on_device, non_blocking=True)
-        return on_host
+        return on_host, found_masks
 
     def _as_broken(self, error: Exception) -> Exception:
         """``ModelBroken`` for what can't be survived, else the error itself."""
@@ -237,6 +258,8 @@ class Launched:
         failures: requests that failed before anything was computed.
         report: see ``DeviceModel``; on the host, without meaning before ``event``.
         event: when it has been computed; None = it has.
+        found: what was known of rows under grammars; None = there are none.
+        began: when it was launched, in seconds.
     """
 
     plan: Plan
@@ -244,6 +267,13 @@ class Launched:
     failures: dict[RequestId, VorrangError]
     report: Tensor
     event: torch.cuda.Event | None
+    found: constraint.Found | None = None
+    began: float = 0.0
+
+    @property
+    def silent(self) -> set[RequestId]:
+        """Requests for which nothing that is sampled counts."""
+        return self.batch.void | (self.found.silent if self.found is not None else set())
 
     @property
     def is_computed(self) -> bool:

@@ -1,13 +1,16 @@
 """A runner in this process: one dedicated thread computes, the event loop awaits."""
 
 import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from engine.errors import Unimplemented
 from engine.grammar import GrammarSpec
+from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape, StepModel
-from engine.runner.delta import PlanDecoder, PlanDelta, PlanEncoder
-from engine.runner.grammars.cache import Grammars
+from engine.runner.delta import PlanDecoder, PlanDelta, PlanEncoder, run_without
+from engine.runner.grammars.masks import Masks
 from engine.scheduler.plan import Plan, StepResult
 
 
@@ -26,6 +29,7 @@ class InlineRunner:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
+        self._masks: Masks | None = getattr(model, "masks", None)
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="vorrang-step")
         self._encoder, self._decoder = PlanEncoder(), PlanDecoder()
 
@@ -70,26 +74,42 @@ class InlineRunner:
     def _run(self, delta: PlanDelta) -> StepResult:
         """On the thread."""
         plan = self._decoder.decode(delta)
-        result = self._model.run(plan)
+        result = run_without(plan, self._decoder.void, self._model.run)
         self._decoder.sampled(result.sampled)
         return result
 
-    async def prepare(self, grammar: GrammarSpec) -> None:
+    def watch_masks(self, ready: Callable[[Sequence[tuple[RequestId, int]]], None]) -> None:
         """See ``ConstrainingRunner``."""
-        grammars: Grammars | None = getattr(self._model, "grammars", None)
-        if grammars is None:
+        if self._masks is not None:
+            self._masks.watch(on_loop(ready))
+
+    async def prepare(self, grammar: GrammarSpec, level: int = 0) -> None:
+        """See ``ConstrainingRunner``."""
+        if self._masks is None:
             raise Unimplemented("grammar")
-        await asyncio.shield(asyncio.wrap_future(grammars.prepare(grammar)))
+        await asyncio.wrap_future(self._masks.prepare(grammar, level))
 
     async def close(self) -> None:
         """Wait for the step in flight and end the thread. May be called twice.
 
         Cancellation: returns at once; the thread ends after the step in flight.
         """
-        grammars: Grammars | None = getattr(self._model, "grammars", None)
-        if grammars is not None:
-            grammars.close()
+        if self._masks is not None:
+            await asyncio.to_thread(self._masks.close)
         await asyncio.get_running_loop().run_in_executor(None, self._executor.shutdown)
+
+
+def on_loop(
+    ready: Callable[[Sequence[tuple[RequestId, int]]], None],
+) -> Callable[[Sequence[tuple[RequestId, int]]], None]:
+    """``ready`` for other threads: it is called on the event loop that runs now, while that lives."""
+    loop = asyncio.get_running_loop()
+
+    def tell(found: Sequence[tuple[RequestId, int]]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(ready, found)
+
+    return tell
 
 
 async def _outcome(future: asyncio.Future[StepResult]) -> StepResult:

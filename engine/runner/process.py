@@ -22,9 +22,9 @@ from engine.failure import trace_of
 from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import MAX_STEPS_IN_FLIGHT, ModelInfo, PoolShape, RunnerDead, RunnerLost
-from engine.runner.channel import RESULT, Message, PackedError, unpack_error
+from engine.runner.channel import MASKS, RESULT, Message, PackedError, unpack_error
 from engine.runner.child import Child, ChildDied, RunnerLimits
-from engine.runner.grammars.cache import MAX_CACHED
+from engine.runner.grammars.limits import GrammarLimits
 from engine.runner.process_life import Death
 from engine.runner.sources import ModelSource
 from engine.scheduler.plan import Plan, StepResult
@@ -81,6 +81,7 @@ class ProcessRunner:
         self._recovery.set_result(None)
         self._last_death = Death("it was closed", from_outside=True)
         self._tell: Callable[[], None] = lambda: None
+        self._masks_ready: Callable[[Sequence[tuple[RequestId, int]]], None] = lambda _: None
         self._num_in_a_row = 0
         self._num_restarts = 0
         self._prepared: OrderedDict[GrammarSpec, None] = OrderedDict()  # what another process must have
@@ -161,7 +162,11 @@ class ProcessRunner:
         self._child.send(plan)
         return result
 
-    async def prepare(self, grammar: GrammarSpec) -> None:
+    def watch_masks(self, ready: Callable[[Sequence[tuple[RequestId, int]]], None]) -> None:
+        """See ``ConstrainingRunner``."""
+        self._masks_ready = ready
+
+    async def prepare(self, grammar: GrammarSpec, level: int = 0) -> None:
         """See ``ConstrainingRunner``. When the process was killed meanwhile, the next one is asked, once.
 
         Raises:
@@ -173,7 +178,7 @@ class ProcessRunner:
             if child is None:
                 continue
             try:
-                await child.prepare(grammar)
+                await child.prepare(grammar, level)
             except ChildDied as died:
                 log.error("grammar.lost", cause=str(died), grammar=grammar.field)
                 await child.ended.wait()  # by then it is known how, and that another one is to come
@@ -182,7 +187,7 @@ class ProcessRunner:
                 continue
             self._prepared[grammar] = None
             self._prepared.move_to_end(grammar)
-            while len(self._prepared) > MAX_CACHED:
+            while len(self._prepared) > GrammarLimits.num_idle_max:
                 self._prepared.popitem(last=False)
             return
         raise InternalError(secrets.token_hex(8))
@@ -202,6 +207,9 @@ class ProcessRunner:
 
     def _received(self, message: Message) -> None:
         kind, step_number = message[0], message[1]
+        if kind == MASKS:
+            self._masks_ready(step_number)
+            return
         step = self._steps.popleft()
         assert step.plan.step == step_number, "plans are answered in their order"
         if step.result.done():
@@ -290,11 +298,15 @@ def _result(
     prompt_logprobs: Mapping[RequestId, PromptLogProbs] = _NOTHING,
     complete: frozenset[RequestId] = frozenset(),
     after_drafts: Mapping[RequestId, Sequence[int]] = _NOTHING,
+    sat_out: frozenset[RequestId] = frozenset(),
+    awaiting: frozenset[RequestId] = frozenset(),
 ) -> StepResult:
     ids = [grant.request_id for grant in plan.grants if grant.output_index is not None]
     tokens = {i: token_id for i, token_id in zip(ids, sampled, strict=True) if token_id is not None}
     failed = {request_id: _failure(packed) for request_id, packed in failures.items()}
-    return StepResult(tokens, failed, logprobs, prompt_logprobs, complete, after_drafts)
+    return StepResult(
+        tokens, failed, logprobs, prompt_logprobs, complete, after_drafts, sat_out, awaiting
+    )
 
 
 def _failure(packed: PackedError) -> VorrangError:

@@ -78,7 +78,7 @@ def begin() -> BlockingChannel:
     fd, parent_pid = int(sys.argv[1]), int(sys.argv[2])
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    _die_with(parent_pid)
+    die_with(parent_pid)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # says where it is, and goes on
     channel = BlockingChannel(socket.socket(fileno=fd))
@@ -114,7 +114,7 @@ def _beat(channel: BlockingChannel, beat_s: float) -> None:
         end()
 
 
-def _die_with(parent_pid: int) -> None:
+def die_with(parent_pid: int) -> None:
     """Have the kernel kill this process when the thread that started it ends; Linux alone can."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -10,16 +10,19 @@ changes the output.
 import asyncio
 import codecs
 from collections.abc import Callable, Mapping, Sequence
-from weakref import WeakKeyDictionary
+from weakref import WeakSet, finalize
 
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
 from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
+from engine.runner.inline import on_loop
 from engine.runner.grammars.byte_compiler import ByteCompiler, allowed_byte
-from engine.runner.grammars.cache import Grammars
-from engine.runner.grammars.constraint import Constraint
+from engine.runner.grammars import constraint
+from engine.runner.grammars.constraint import Constrained, Found
+from engine.runner.grammars.host import ThreadHost
+from engine.runner.grammars.masks import Masks
 from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
 
@@ -93,8 +96,10 @@ class ScriptedRunner:
         self._sampled: dict[RequestId, int] = {}
         self._last: asyncio.Future[StepResult] | None = None
         self._free_at = 0.0
-        self.grammars = Grammars(ByteCompiler)
-        self._constraints: WeakKeyDictionary[Granted, Constraint] = WeakKeyDictionary()
+        self.masks = Masks(ThreadHost(ByteCompiler, VOCAB_SIZE))
+        #: Seconds that a step waits for what a grammar allows.
+        self.mask_wait_s = 5.0
+        self._followed: WeakSet[Granted] = WeakSet()
 
     @property
     def info(self) -> ModelInfo:
@@ -137,13 +142,17 @@ class ScriptedRunner:
         """Let the time of a step pass; tests may make more of it."""
         await asyncio.sleep(time_s)
 
-    async def prepare(self, grammar: GrammarSpec) -> None:
+    def watch_masks(self, ready: Callable[[Sequence[tuple[RequestId, int]]], None]) -> None:
         """See ``ConstrainingRunner``."""
-        await asyncio.shield(asyncio.wrap_future(self.grammars.prepare(grammar)))
+        self.masks.watch(on_loop(ready))
+
+    async def prepare(self, grammar: GrammarSpec, level: int = 0) -> None:
+        """See ``ConstrainingRunner``."""
+        await asyncio.wrap_future(self.masks.prepare(grammar, level))
 
     async def close(self) -> None:
         """End the threads that compile grammars."""
-        self.grammars.close()
+        self.masks.close()
 
     def run(self, plan: Plan) -> StepResult:
         """Compute a plan on the spot. A request fails alone when it reads a slot nobody has written."""
@@ -151,22 +160,39 @@ class ScriptedRunner:
         for grant in plan.grants:
             self._write(grant, before)
         failures: dict[RequestId, VorrangError] = {}
-        complete: set[RequestId] = set()
         after_drafts: dict[RequestId, list[int]] = {}
+        void = frozenset(
+            grant.request_id
+            for grant in plan.grants
+            if grant.sampling.grammar is not None
+            and grant.has_unknown_token
+            and grant.request_id not in before
+        )
+        said: dict[RequestId, list[int]] = {}
+        rows: list[Constrained] = []
         for grant in plan.grants:
-            if grant.output_index is None:
+            if grant.output_index is None or grant.request_id in void:
                 continue
-            num_drafts = grant.num_drafts
             try:
-                said = [self._say(grant, num_drafts - place) for place in range(num_drafts + 1)]
+                reads = [self._read(grant, grant.num_drafts - n) for n in range(grant.num_drafts + 1)]
             except VorrangError as error:
                 failures[grant.request_id] = error
                 continue
-            self._sampled[grant.request_id], is_complete = said[0]
-            if is_complete:
-                complete.add(grant.request_id)
-            if num_drafts:
-                after_drafts[grant.request_id] = [token_id for token_id, _ in said[1:]]
+            seed = grant.sampling.seed if grant.sampling.temperature > 0 else 0
+            said[grant.request_id] = [next_token(read, seed) for read in reads]
+            if grant.sampling.grammar is not None:
+                rows.append(self._constrained(grant, reads[0]))
+        found = constraint.find(rows, self.masks, self.mask_wait_s, VOCAB_SIZE) if rows else Found()
+        failures.update(found.failures)
+        masks = {row.request.request_id: found.masks[row.row] for row in rows if row.row in found.masks}
+        silent = found.silent
+        for request_id, (token_id, *others) in said.items():
+            if request_id in silent:
+                continue
+            mask = masks.get(request_id)
+            self._sampled[request_id] = token_id if mask is None else allowed_byte(mask, token_id)
+            if others:
+                after_drafts[request_id] = others
         return StepResult(
             self._sampled,
             failures,
@@ -176,9 +202,22 @@ class ScriptedRunner:
                 if grant.sampling.logprobs is not None and grant.request_id in self._sampled
             },
             {scored.request_id: scored for grant in plan.grants if (scored := _scored(grant)) is not None},
-            frozenset(complete),
+            frozenset(found.complete),
             after_drafts,
+            sat_out=void | found.sat_out,
+            awaiting=constraint.go_on(rows, self._sampled, silent | void, self.masks),
         )
+
+    def _constrained(self, grant: Grant, read: Sequence[int]) -> Constrained:
+        request, shift = grant.request, adapter_shift(grant.request.adapter)
+        grammar = request.sampling.grammar
+        assert grammar is not None
+        output = [token_id - shift for token_id in read[request.num_prompt_tokens :]]
+        if request not in self._followed:
+            self._followed.add(request)
+            finalize(request, self.masks.forget, request.request_id).atexit = False
+        followed = self.masks.follow(request.request_id, grammar, output)
+        return Constrained(id(request), request, followed, sorted(grant.banned_token_ids))
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)
@@ -191,33 +230,6 @@ class ScriptedRunner:
         shift = adapter_shift(grant.request.adapter)
         for position, token_id in enumerate(token_ids, start=grant.start):
             self._slots[self._slot(grant.block_table, position)] = token_id + shift
-
-    def _say(self, grant: Grant, num_later: int) -> tuple[int, bool]:
-        """The token behind all but the last ``num_later`` of a grant; whether its grammar has no more.
-
-        Raises:
-            VorrangError: it reads a slot nobody has written, or nothing is allowed.
-        """
-        read = self._read(grant, num_later)
-        token_id = next_token(read, grant.sampling.seed if grant.sampling.temperature > 0 else 0)
-        request = grant.request
-        if request.sampling.grammar is None:
-            return token_id, False
-        constraint = self._constraints.get(request)
-        if constraint is None:
-            made = Constraint(request.sampling, request.ending_token_ids, self.grammars, VOCAB_SIZE)
-            constraint = self._constraints[request] = made
-        shift = adapter_shift(request.adapter)
-        output = [token_id - shift for token_id in read[request.num_prompt_tokens :]]
-        constraint.follow(output)
-        if constraint.is_complete and output:
-            return token_id, True  # it ended with the step before
-        mask = constraint.mask(sorted(grant.banned_token_ids), request.sampling.allowed_token_ids)
-        token_id = allowed_byte(mask, token_id)
-        if token_id in request.ending_token_ids:
-            return token_id, False
-        constraint.follow([*output, token_id])
-        return token_id, constraint.is_complete
 
     def _read(self, grant: Grant, num_later: int) -> list[int]:
         num_tokens = grant.start + grant.num_tokens - num_later

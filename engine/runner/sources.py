@@ -47,6 +47,8 @@ class TorchSource:
         if pool is not None:  # what is free by now must not decide again
             arguments |= {"num_blocks": pool.num_blocks, "block_size": pool.block_size, "kv_bytes": None}
         model = registry.load_model(**arguments).model
+        if model.masks is not None:
+            model.masks.start()  # loaded beside the warm-up, and whatever comes after
         model.warm_up()
         return model
 
@@ -70,24 +72,24 @@ class ScriptedModel:
     """A ``StepModel`` that computes what ``ScriptedRunner`` does, and blocks its thread meanwhile."""
 
     def __init__(self, source: ScriptedSource) -> None:
-        self._runner = ScriptedRunner(
+        self.runner = ScriptedRunner(
             source.num_blocks, source.block_size, source.context_tokens, adapters=source.adapters
         )
         self._step_s = source.step_s
-        self.grammars = self._runner.grammars
+        self.masks = self.runner.masks
 
     @property
     def info(self) -> ModelInfo:
         """What is served."""
-        return self._runner.info
+        return self.runner.info
 
     @property
     def pool(self) -> PoolShape:
         """Size of the KV pool."""
-        return self._runner.pool
+        return self.runner.pool
 
     def run(self, plan: Plan) -> StepResult:
         """Compute a plan."""
         if self._step_s:
             time.sleep(self._step_s)
-        return self._runner.run(plan)
+        return self.runner.run(plan)

@@ -25,7 +25,8 @@ from engine.runner import follower, process_life
 from engine.runner.base import ModelBroken, ModelInfo
 from engine.runner.channel import BEAT, LOG, BlockingChannel, unpack_error
 from engine.runner.device_runner import DeviceModel
-from engine.runner.grammars.cache import grammars_of
+from engine.runner.grammars.limits import GrammarLimits
+from engine.runner.grammars.model_masks import masks_of
 from engine.runner.memory import largest_step, num_profile_blocks
 from engine.runner.packing import StepShape
 from engine.runner.peers import ProcessGroupPeers
@@ -218,6 +219,7 @@ def load(
     num_blocks: int | None,
     hang_s: float,
     start_s_max: float,
+    grammar_limits: GrammarLimits | None = None,
 ) -> tuple[DeviceModel, str]:
     """A model on one device or on several, which this process leads, and how its matrices are kept.
 
@@ -228,6 +230,7 @@ def load(
         num_blocks: blocks for requests; None = as many as the rank with the least memory has room for.
         hang_s: seconds without a sign of life after which a rank counts as hanging.
         start_s_max: seconds each step of loading may take.
+        grammar_limits: what a grammar may cost.
 
     Raises:
         ModelLoadError: the model can't be read or cut, a device is not there, or a rank ended.
@@ -248,8 +251,8 @@ def load(
         raise
     others = followers if size > 1 else None
     info = dataclasses.replace(info, computed_by=_computed_by(rank, options, size, buckets))
-    grammars = grammars_of(info, options.folder)
-    model = DeviceModel(info, rank.executor, buckets=buckets, others=others, grammars=grammars)
+    masks = masks_of(info, options.folder, grammar_limits)
+    model = DeviceModel(info, rank.executor, buckets=buckets, others=others, masks=masks)
     return model, rank.weight_type
 
 

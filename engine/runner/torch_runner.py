@@ -4,6 +4,7 @@ Decides nothing. Runs on the thread that calls it, one plan at a time.
 """
 
 import secrets
+import time
 from collections.abc import Iterable
 
 import structlog
@@ -15,9 +16,9 @@ from engine.events import PositionLogProbs, PromptLogProbs
 from engine.models.decoder import StepDecoder
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
-from engine.runner.batch import Batch, build_batch
-from engine.runner.choices import GrammarSource
-from engine.runner.grammars.cache import Grammars
+from engine.runner.batch import Batch, build_batch, with_masks
+from engine.runner.grammars import constraint
+from engine.runner.grammars.masks import Masks
 from engine.runner.logprobs import prompt_logprobs, sampled_logprobs, score, wanted_rows
 from engine.sampling import SamplingParams
 from engine.scheduler.plan import Grant, Plan, StepResult
@@ -41,7 +42,7 @@ class TorchModel:
         decoder: the model.
         pool: its KV pool, on the decoder's device.
         num_threads: threads of one operation; None leaves torch's choice.
-        grammars: compiles what outputs must match; None = nobody may ask for that.
+        masks: compiles and follows what outputs must match; None = nobody may ask for that.
     """
 
     def __init__(
@@ -51,14 +52,13 @@ class TorchModel:
         pool: KvPool,
         *,
         num_threads: int | None = None,
-        grammars: Grammars | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self._info = info
         self._decoder = decoder
         self._kv = pool
         self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
-        self.grammars = grammars
-        self._source = None if grammars is None else GrammarSource(grammars, info.vocab_size)
+        self.masks = masks
 
     @property
     def info(self) -> ModelInfo:
@@ -92,12 +92,12 @@ class TorchModel:
             return StepResult({})
         # Each time: torch keeps the number per calling thread, and another model may have set another.
         ops.set_num_threads(self._num_threads)
-        batch = build_batch(plan, self._kv.block_size, grammars=self._source)
+        batch = build_batch(plan, self._kv.block_size, masks=self.masks)
         with torch.inference_mode():
             return self._run(plan, batch)
 
     def _run(self, plan: Plan, batch: Batch) -> StepResult:
-        vocab_size = self._info.vocab_size
+        vocab_size, began = self._info.vocab_size, time.perf_counter()
         strange = (batch.token_ids < 0) | (batch.token_ids >= vocab_size)
         token_ids = batch.token_ids.masked_fill(strange, 0)
         hidden = self._decoder.forward(
@@ -125,16 +125,25 @@ class TorchModel:
         logits = self._decoder.logits(hidden, batch.sample_rows)
         wanted, num_top = wanted_rows(batch)
         kept = logits[wanted] if wanted else None  # sampling overwrites them
-        chosen = ops.sample(logits, batch.sampling)
+        sampling, known = batch.sampling, None
+        if batch.constrained:
+            assert self.masks is not None
+            patience_s = constraint.wait_s(time.perf_counter() - began)
+            known = constraint.find(batch.constrained, self.masks, patience_s, vocab_size)
+            failures.update(known.failures)
+            sampling = with_masks(sampling, known)
+        chosen = ops.sample(logits, sampling)
         if bool(chosen.failed.any()):
             lost = chosen.failed.nonzero().flatten().tolist()
-            fail_alone(plan, [batch.sampling_ids[row] for row in lost], "no finite logits", failures)
+            silent = known.silent if known is not None else ()
+            lost_ids = [batch.sampling_ids[row] for row in lost]
+            fail_alone(plan, [i for i in lost_ids if i not in silent], "no finite logits", failures)
         sampled_ids: list[int] = chosen.token_ids.tolist()
         logprobs: dict[RequestId, PositionLogProbs] = {}
         if kept is not None:
             found = ops.log_probs(kept, chosen.token_ids[wanted], num_top)
             logprobs = sampled_logprobs(batch, sampled_ids, found)
-        return batch.result(sampled_ids, failures, logprobs, prompts)
+        return batch.result(sampled_ids, failures, logprobs, prompts, known, self.masks)
 
 
 def fail_alone(

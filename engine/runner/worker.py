@@ -41,7 +41,7 @@ def _serve(channel: BlockingChannel) -> None:
     _give_back_memory()
     channel.send((READY, info, model.pool))
     process_life.start_beating(channel, beat_s)
-    answering.answer_plans(model, PlansOnly(channel, getattr(model, "grammars", None)))
+    answering.answer_plans(model, PlansOnly(channel, getattr(model, "masks", None)))
     process_life.end()
 
 

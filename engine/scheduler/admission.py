@@ -77,6 +77,8 @@ class Admission:
             return Gate.JUST_PREEMPTED
         if request.is_ending:
             return Gate.IN_FLIGHT
+        if request.awaits_mask:
+            return Gate.GRAMMAR  # it may lack nothing but the token that it may not sample
         num_seats_missing = max(0, len(self._state.running) + 1 - self._config.max_running_requests)
         hit = self._hit(request)
         if (

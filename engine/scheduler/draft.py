@@ -18,6 +18,7 @@ class Gate(enum.Enum):
     PREFIX = "prefix"
     IN_FLIGHT = "in_flight"
     TENANT = "tenant"
+    GRAMMAR = "grammar"
 
 
 class StepDraft:

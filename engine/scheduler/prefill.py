@@ -70,8 +70,8 @@ class PrefillPass:
                     num_tokens -= draft.grant_chunk(request, config.max_chunk_tokens, num_tokens)
                     num_prefilling -= 1
             elif request.request_id in self._state.waiting and num_seats > 0:
-                if not self._state.tenants.has_room_for(request):
-                    continue  # it waits for its own tenant, so nothing is kept for it
+                if request.awaits_mask or not self._state.tenants.has_room_for(request):
+                    continue  # it waits for its own grammar or tenant, so nothing is kept for it
                 num_needed = admission.num_blocks_at_longest(request)
                 if served and num_needed > num_blocks:
                     num_seats = 0
@@ -98,6 +98,9 @@ class PrefillPass:
                     self._draft.grant_chunk(prefill, self._config.max_chunk_tokens)
                 prefill = next(running, None)
             elif waiting and waiting.spec.tenant in full_tenants:
+                waiting = next(queue, None)
+            elif waiting and waiting.awaits_mask:  # which is nobody's business but its own
+                self._draft.kept_out[waiting.request_id] = Gate.GRAMMAR
                 waiting = next(queue, None)
             elif waiting:
                 may_go_on = self._admit_or_pass(waiting, misfits, full_tenants)

@@ -153,5 +153,6 @@ class Quarantine:
         for request_id in self._suspects.keys() - state.requests.keys():
             del self._suspects[request_id]
         held = [state.requests[request_id] for request_id in self._suspects if self.holds(request_id)]
-        waiting = [r for r in held if r.status is not RequestStatus.PARKED and not r.is_ending]
+        can_go_on = [r for r in held if not (r.is_ending or r.awaits_mask)]
+        waiting = [r for r in can_go_on if r.status is not RequestStatus.PARKED]
         return min(waiting, key=state.policy.key, default=None)

@@ -78,7 +78,7 @@ def must_be_next(
     """Waiting requests that nothing but the budget of the step may keep out."""
     found: list[Request] = []
     for _, group in groupby(waiting, lambda request: _turn(driver, request)):
-        members = list(group)
+        members = [request for request in group if not request.awaits_mask]
         for request in members:
             if driver.has_its_last(request):
                 return found

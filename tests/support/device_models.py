@@ -14,7 +14,7 @@ from engine.models.sharding import Alone, Peers
 from engine.runner.base import ModelInfo, PoolShape, StepModel
 from engine.runner.device_runner import DeviceModel, Launched
 from engine.runner.executor import StepExecutor
-from engine.runner.grammars.cache import grammars_of
+from engine.runner.grammars.model_masks import masks_of
 from engine.runner.packing import decode_buckets
 from engine.runner.sources import TorchSource
 from engine.scheduler.plan import Plan, StepResult
@@ -79,7 +79,7 @@ def device_model(
     buckets = decode_buckets(max_requests) if backend is not None else ()
     if backend is not None:
         executor.capture_graphs(backend, buckets, 512 // block_size)
-    return DeviceModel(info, executor, buckets=buckets, grammars=grammars_of(info, folder))
+    return DeviceModel(info, executor, buckets=buckets, masks=masks_of(info, folder))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class SlowDevice:
         self._model = model
         self.info = model.info
         self.pool = model.pool
-        self.grammars = model.grammars
+        self.masks = model.masks
 
     def run(self, plan: Plan) -> StepResult:
         return self._model.run(plan)

@@ -199,13 +199,14 @@ def had_its_quantum(driver: "Driver", request_id: RequestId) -> bool:
 def check_bypass(driver: "Driver", before: Standing, after: Standing) -> None:
     """Rule 8: at most ``max_bypass`` later ones are admitted past a request that waits; the starved may.
 
-    Who waits for its own tenant's limit may be passed by anybody.
+    Who waits for its own tenant's limit, or for its own grammar, may be passed by anybody.
     """
     if not before.waiting or after.seated <= before.seated:
         return
     admitted = [r for r in after.running if r.request_id not in before.seated and not r.is_starved]
     for waiting in after.waiting:
-        if waiting in before.waiting and not admissible.has_seat_limit(driver.config, waiting.spec.tenant):
+        may_be_passed = waiting.awaits_mask or admissible.has_seat_limit(driver.config, waiting.spec.tenant)
+        if waiting in before.waiting and not may_be_passed:
             seen = driver.seen_alive[waiting.request_id]
             seen.num_passed += sum(admissible.comes_after(driver, r, waiting) for r in admitted)
             assert seen.num_passed <= driver.config.max_bypass, f"{waiting.request_id} was passed too often"
@@ -259,7 +260,8 @@ def check_share(
     if any(isinstance(e, Preempted) for e in plan.events):
         return
     served = [r for r in running if r.in_reserve]
-    left_out = next((r for r in starved if r.request_id not in seated and not driver.has_its_last(r)), None)
+    owed = [r for r in starved if not driver.has_its_last(r) and not r.awaits_mask]
+    left_out = next((r for r in owed if r.request_id not in seated), None)
     if left_out is None or len(served) >= driver.config.num_reserved_seats or left_out not in before.waiting:
         return
     pool_tokens = driver.blocks.num_blocks * driver.blocks.block_size

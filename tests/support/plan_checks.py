@@ -76,7 +76,7 @@ def _check_quarantine(driver: "Driver", plan: Plan, held: Sequence[Request]):
         assert len(plan.grants) == 1
         return
     held = [r for r in held if driver.scheduler.find(r.request_id)]  # some may have run out of time
-    held = [r for r in held if not driver.has_its_last(r)]
+    held = [r for r in held if not driver.has_its_last(r) and not r.awaits_mask]
     if held:
         most_urgent = min(admissible.urgency(driver, r) for r in held)
         for grant in plan.grants:

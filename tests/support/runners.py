@@ -12,7 +12,10 @@ from engine.errors import InternalError
 from engine.models.errors import InvalidCheckpoint
 from engine.runner.child import RunnerLimits
 from engine.runner.grammars.byte_compiler import ByteCompiler
-from engine.runner.grammars.cache import Grammars
+from engine.runner.grammars.forking import ForkingHost
+from engine.runner.grammars.limits import GrammarLimits
+from engine.runner.grammars.masks import Masks
+from engine.runner.scripted import VOCAB_SIZE
 from engine.runner.sources import ScriptedModel, ScriptedSource
 from engine.scheduler.plan import StepResult
 
@@ -66,14 +69,14 @@ class FatalModel(ScriptedModel):
 
 @dataclass(frozen=True, slots=True)
 class FatalGrammars(ScriptedSource):
-    """The scripted model, but the answer "exit" kills the process that compiles it.
+    """The scripted model, whose grammars have processes; the answer "exit" kills the one that compiles it.
 
     The answer "until" is compiled once there is a file of the name that the next answer is.
     """
 
     def load(self, pool):
         model = ScriptedModel(self)
-        model.grammars = Grammars(FatalCompiler)
+        model.masks = model.runner.masks = Masks(ForkingHost(FatalCompiler, VOCAB_SIZE, GrammarLimits()))
         return model
 
 

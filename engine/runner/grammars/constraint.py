@@ -1,97 +1,142 @@
-"""Where each request stands in its grammar, and which tokens that leaves.
+"""Rows of a step under grammars: what they may sample, as far as it is known in time."""
 
-What is kept is a function of the grammar and of the output's tokens. It is compared with them at every
-use: a matcher that is behind (new, or its process is) catches up, and one that is ahead (a step was
-computed in vain) begins anew. So preemption, batching and a runner's death change nothing.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.grammar import GrammarRefused, GrammarSpec
-from engine.runner.grammars.cache import Grammars
-from engine.runner.grammars.compiled import Mask, num_mask_words
+from engine.errors import VorrangError
+from engine.grammar import GrammarRefused
+from engine.request import RequestId
+from engine.runner.grammars.compiled import Mask
+from engine.runner.grammars.following import Answer
+from engine.runner.grammars.masks import Masks, Output
 from engine.sampling import SamplingParams
+from engine.scheduler.plan import Granted
+
+#: A step waits at most this share of its own time for the masks of its rows, and seconds at least and most.
+WAIT_SHARE, WAIT_S_MIN, WAIT_S_MAX = 0.25, 0.001, 0.02
 
 
-class Constraint:
-    """One output under its grammar.
+@dataclass(frozen=True, slots=True)
+class Constrained:
+    """A row under a grammar.
 
-    Args:
-        params: of its request, with a grammar.
-        ending: ids that end the output.
-        grammars: compiles it, unless that has been done.
-        vocab_size: ids that logits are computed for.
-
-    Raises:
-        GrammarRefused: the grammar can't be compiled.
+    Attributes:
+        row: its place among those that sample.
+        request: whose.
+        output: what was asked for.
+        banned: ids that may not be sampled whatever the grammar says.
     """
 
-    def __init__(
-        self, params: SamplingParams, ending: frozenset[int], grammars: Grammars, vocab_size: int
-    ) -> None:
-        assert params.grammar is not None
-        self._spec: GrammarSpec = params.grammar
-        self._matcher = grammars.grammar(self._spec).matcher()
-        self._accepted: list[int] = []
-        self._ending = [token_id for token_id in ending if token_id < vocab_size]
-        self._text = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
-        self._is_filled = False
+    row: int
+    request: Granted
+    output: Output
+    banned: Sequence[int] | NDArray[np.int64]
 
-    def follow(self, output: Sequence[int]) -> None:
-        """Stand behind the tokens of ``output``.
 
-        Raises:
-            GrammarRefused: the grammar does not allow one of them.
-        """
-        accepted = self._accepted
-        num_known = len(accepted)
-        if num_known > len(output) or accepted != list(output[:num_known]):
-            self._matcher.reset()
-            accepted.clear()
-            num_known, self._is_filled = 0, False
-        for token_id in output[num_known:]:
-            if not self._matcher.accept(token_id):
-                rule = "must allow what was said under it, and does not at this token of the output"
-                raise GrammarRefused(self._spec, rule, len(accepted))
-            accepted.append(token_id)
-            self._is_filled = False
+@dataclass(slots=True)
+class Found:
+    """What is known of the rows of a step when it samples.
+
+    Attributes:
+        masks: by row.
+        failures: requests that may sample nothing, and why.
+        sat_out: requests whose mask is late.
+        complete: requests whose output is whole as it is.
+    """
+
+    masks: dict[int, Mask] = field(default_factory=dict)
+    failures: dict[RequestId, VorrangError] = field(default_factory=dict)
+    sat_out: set[RequestId] = field(default_factory=set)
+    complete: set[RequestId] = field(default_factory=set)
 
     @property
-    def is_complete(self) -> bool:
-        """Whether nothing but an end may follow."""
-        return self._matcher.may_end and not self._text_mask().any()
+    def silent(self) -> set[RequestId]:
+        """Requests for which nothing that is sampled counts."""
+        return self.sat_out | self.complete | self.failures.keys()
 
-    def mask(self, banned: Sequence[int] | NDArray[np.int64], allowed: Sequence[int]) -> Mask:
-        """What may be sampled next, ``[ceil(vocab / 32)]`` int32; ids that end the output only where it may.
 
-        Args:
-            banned: ids that may not be sampled whatever the grammar says.
-            allowed: ids of which alone one may be; empty = any.
+def wait_s(step_s: float) -> float:
+    """How long a step may wait for masks that has taken so many seconds."""
+    return min(WAIT_S_MAX, max(WAIT_S_MIN, WAIT_SHARE * step_s))
 
-        Raises:
-            GrammarRefused: nothing is left.
-        """
-        mask = self._text_mask().copy()
-        bits = mask.view(np.uint32)
-        if self._matcher.may_end:
-            for token_id in self._ending:
-                bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
-        if len(banned) or len(allowed):
-            left = np.unpackbits(mask.view(np.uint8), bitorder="little")
-            left[np.asarray(banned, dtype=np.int64)] = 0
-            has_any = left[np.asarray(allowed, dtype=np.int64)].any() if len(allowed) else left.any()
+
+def find(rows: Sequence[Constrained], masks: Masks, wait_s: float, vocab_size: int) -> Found:
+    """What the rows may sample; waits for at most ``wait_s`` seconds."""
+    masks.wait([each.output for each in rows], wait_s)
+    found = Found()
+    for each in rows:
+        output, request_id = each.output, each.request.request_id
+        if output.error is not None:
+            found.failures[request_id] = output.error
+        elif output.answer is None:
+            found.sat_out.add(request_id)
+        elif output.answer.is_complete and output.tokens:
+            found.complete.add(request_id)
         else:
-            has_any = mask.any()
-        if not has_any:
-            rule = "must leave a token that is not banned at this place of the output"
-            raise GrammarRefused(self._spec, rule, len(self._accepted))
-        return mask
+            ending = [token_id for token_id in each.request.ending_token_ids if token_id < vocab_size]
+            try:
+                mask = allowed(each.request.sampling, output.answer, ending, each.banned, len(output.tokens))
+            except GrammarRefused as error:
+                found.failures[request_id] = error
+            else:
+                found.masks[each.row] = mask
+    return found
 
-    def _text_mask(self) -> Mask:
-        if not self._is_filled:
-            self._matcher.fill(self._text)
-            self._is_filled = True
-        return self._text
+
+def allowed(
+    params: SamplingParams,
+    answer: Answer,
+    ending: Iterable[int],
+    banned: Sequence[int] | NDArray[np.int64],
+    num_tokens: int,
+) -> Mask:
+    """What may be sampled next, ``[ceil(vocab / 32)]`` int32; ids that end the output only where it may.
+
+    Raises:
+        GrammarRefused: nothing is left.
+    """
+    mask: Mask = np.frombuffer(answer.text, dtype=np.int32).copy()
+    bits = mask.view(np.uint32)
+    if answer.may_end:
+        for token_id in ending:
+            bits[token_id >> 5] |= np.uint32(1 << (token_id & 31))
+    only = params.allowed_token_ids
+    if len(banned) or only:
+        left = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        left[np.asarray(banned, dtype=np.int64)] = 0
+        has_any = left[np.asarray(only, dtype=np.int64)].any() if only else left.any()
+    else:
+        has_any = mask.any()
+    if not has_any:
+        assert params.grammar is not None
+        rule = "must leave a token that is not banned at this place of the output"
+        raise GrammarRefused(params.grammar, rule, num_tokens)
+    return mask
+
+
+def go_on(
+    rows: Sequence[Constrained], sampled: Mapping[RequestId, int], silent: Iterable[RequestId], masks: Masks
+) -> frozenset[RequestId]:
+    """Ask what may come after the tokens that were sampled, and for those that are still missing.
+
+    Returns:
+        Requests that are to be granted no token to sample before their next mask is known.
+    """
+    quiet, awaiting = frozenset(silent), set[RequestId]()
+    for each in rows:
+        request, output = each.request, each.output
+        request_id = request.request_id
+        token_id = sampled.get(request_id)
+        if token_id is not None and request_id not in quiet:
+            if token_id in request.ending_token_ids:
+                continue
+            assert request.sampling.grammar is not None
+            output = masks.follow(request_id, request.sampling.grammar, [*output.tokens, token_id])
+            if output.is_slow and masks.awaits(output):
+                awaiting.add(request_id)
+        elif not output.is_known and masks.awaits(output):
+            awaiting.add(request_id)
+    return frozenset(awaiting)

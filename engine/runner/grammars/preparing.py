@@ -1,17 +1,18 @@
-"""Grammars in the process that computes: compiled beside the plans, which never wait for one.
+"""Grammars in the process that computes: their messages among the plans, which never wait for one.
 
-One channel brings both. What is to be compiled is given to threads as soon as somebody looks for a plan,
-and each answers on its own when it is done.
+One channel brings both. What is to be compiled is asked for as soon as somebody looks for a plan, and
+each answers on its own when it is done.
 """
 
 from collections import deque
-from concurrent.futures import Future
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
 from typing import Protocol
 
 from engine.errors import Unimplemented
-from engine.runner.channel import PREPARE, PREPARED, Message, pack_error
-from engine.runner.grammars.cache import Grammars
-from engine.runner.grammars.compiled import Grammar
+from engine.request import RequestId
+from engine.runner.channel import MASKS, PREPARE, PREPARED, WITHDRAW, Message, pack_error
+from engine.runner.grammars.masks import Masks
 
 
 class Channel(Protocol):
@@ -35,13 +36,16 @@ class PlansOnly:
 
     Args:
         channel: brings plans and grammars.
-        grammars: compiles; None = there are none here.
+        masks: compiles and follows; None = there are none here.
     """
 
-    def __init__(self, channel: Channel, grammars: Grammars | None) -> None:
+    def __init__(self, channel: Channel, masks: Masks | None) -> None:
         self._channel = channel
-        self._grammars = grammars
+        self._masks = masks
         self._plans: deque[Message | None] = deque()
+        self._preparing: dict[int, Future[None]] = {}
+        if masks is not None:
+            masks.watch(self._ready)
 
     def receive(self) -> Message | None:
         """The next plan; None when the other end is gone."""
@@ -61,24 +65,41 @@ class PlansOnly:
 
     def _take(self) -> None:
         message = self._channel.receive()
-        if message is None or message[0] != PREPARE:
+        if message is None or message[0] not in (PREPARE, WITHDRAW):
             self._plans.append(message)
             return
-        _, number, grammar = message
+        if message[0] == WITHDRAW:
+            preparing = self._preparing.get(message[1])
+            if preparing is not None:
+                preparing.cancel()
+            return
+        _, number, grammar, level = message
         try:
-            if self._grammars is None:
+            if self._masks is None:
                 raise Unimplemented("grammar")
-            future = self._grammars.prepare(grammar)
+            future = self._masks.prepare(grammar, level)
         except Exception as error:
             self._answer(number, error)
         else:
+            self._preparing[number] = future
             future.add_done_callback(lambda done: self._done(number, done))
 
-    def _done(self, number: int, future: "Future[Grammar]") -> None:
-        self._answer(number, future.exception())
+    def _done(self, number: int, future: "Future[None]") -> None:
+        self._preparing.pop(number, None)
+        try:
+            error = future.exception()
+        except CancelledError:
+            return  # nobody waits for an answer
+        self._answer(number, error)
 
     def _answer(self, number: int, error: BaseException | None) -> None:
+        self._say((PREPARED, number, None if error is None else pack_error(error)))
+
+    def _ready(self, ready: Sequence[tuple[RequestId, int]]) -> None:
+        self._say((MASKS, ready))
+
+    def _say(self, message: Message) -> None:
         try:
-            self._channel.send((PREPARED, number, None if error is None else pack_error(error)))
+            self._channel.send(message)
         except OSError:  # nobody is left to listen, which whoever reads will see
             return

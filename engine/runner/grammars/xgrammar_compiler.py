@@ -1,7 +1,6 @@
 """Grammars through xgrammar (Dong et al., "XGrammar", 2024), for the tokenizer in a model's folder.
 
-The library imports torch and transformers, so this module is loaded where the model computes, when the
-first grammar comes.
+Loaded in a process of its own, in which there is neither torch nor transformers (``library``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
-from engine.errors import Unimplemented
 from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec, shown
+from engine.runner.grammars import library
 from engine.runner.grammars.compiled import Grammar, Mask, num_mask_words
 from engine.runner.grammars.json_schema import check_schema
 from engine.runner.grammars.utf8 import BETWEEN, STATES, State, after, allowed_from
@@ -29,16 +29,16 @@ class XGrammarCompiler:
         folder: of the model, with its ``tokenizer.json``.
         vocab_size: ids that logits are computed for.
         end_token_ids: the model's.
+        alone: whether this process uses neither torch nor transformers; then the library goes without.
 
     Raises:
         Unimplemented: xgrammar is not installed.
     """
 
-    def __init__(self, folder: Path, vocab_size: int, end_token_ids: Iterable[int]) -> None:
-        try:
-            import xgrammar
-        except ImportError as error:
-            raise Unimplemented("grammar (the server lacks the package xgrammar)") from error
+    def __init__(
+        self, folder: Path, vocab_size: int, end_token_ids: Iterable[int], *, alone: bool = False
+    ) -> None:
+        xgrammar = library.load_alone() if alone else library.load()
         self._library: Any = xgrammar
         self._info = _tokenizer_info(xgrammar, folder, vocab_size, sorted(end_token_ids))
         texts: list[bytes] = self._info.decoded_vocab
@@ -135,22 +135,24 @@ class _Matcher:
 
 
 def _tokenizer_info(library: Any, folder: Path, vocab_size: int, end_token_ids: list[int]) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer: Any = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     ends = end_token_ids or [vocab_size - 1]  # it wants one; that no end is sampled is seen to elsewhere
-    detected = library.TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=ends)
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     encoded = [""] * vocab_size  # what has no text is never part of one
-    for token, token_id in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    for token, token_id in vocabulary.items():
         if token_id < vocab_size and token_id not in special:
             encoded[token_id] = token
+    found = library.TokenizerInfo._detect_metadata_from_hf(tokenizer.to_str())
+    kind, has_prefix = found["vocab_type"], found["add_prefix_space"]
+    told = library.TokenizerInfo._detect_vocab_type_from_vocab(vocabulary)
+    if told is not None and told != kind:  # what the words look like is the better evidence
+        kind = told
+        space = "\u2581" if told == library.VocabType.BYTE_FALLBACK else "\u0120"
+        words = tokenizer.encode("a", add_special_tokens=False).tokens
+        has_prefix = bool(words) and words[0].startswith(space)
     return library.TokenizerInfo(
-        encoded,
-        detected.vocab_type,
-        vocab_size=vocab_size,
-        stop_token_ids=ends,
-        add_prefix_space=detected.add_prefix_space,
+        encoded, kind, vocab_size=vocab_size, stop_token_ids=ends, add_prefix_space=has_prefix
     )
 
 
