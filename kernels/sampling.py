@@ -106,10 +106,26 @@ def log_probs_of(logits: Tensor, token_ids: Tensor, num_top: int, log_sum_exp: T
     chosen = logits.gather(1, token_ids.unsqueeze(1)) - totals
     ids = torch.zeros(logits.shape[0], num_top, dtype=torch.int64, device=logits.device)
     if num_top:
-        for row, out in zip(logits, ids, strict=True):
-            found = _likeliest(row, num_top)[:num_top]  # none in a row of what is no number
-            out[: found.shape[0]] = found
+        _fill_likeliest(ids, logits)
     return LogProbs(chosen.squeeze(1), ids, logits.gather(1, ids) - totals)
+
+
+def _fill_likeliest(ids: Tensor, logits: Tensor) -> None:
+    """Put the likeliest ids of each row into its row of ``ids``, likeliest first, equal ones by id.
+
+    All rows together where no others are as likely as a row's last, which is nearly always; the rest by
+    themselves, and none in a row of what is no number.
+    """
+    num_top = ids.shape[1]
+    values, found = logits.topk(min(num_top, logits.shape[1]))
+    found = found.sort(dim=1).values
+    order = logits.gather(1, found).sort(dim=1, descending=True, stable=True).indices
+    ids[:, : found.shape[1]] = found.gather(1, order)
+    has_others = (logits >= values[:, -1:]).sum(dim=1) != num_top
+    for index in has_others.nonzero().flatten().tolist():
+        likeliest = _likeliest(logits[index], num_top)[:num_top]
+        ids[index] = 0
+        ids[index, : likeliest.shape[0]] = likeliest
 
 
 def gumbel_noise(seed: int, output_index: int, token_ids: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ The methods are registered by hand, because they must get raw bytes: a frame tha
 be decoded may not cost the stream, and a request that can't be gets a status of ours.
 """
 
+import asyncio
 from array import array
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,7 @@ class GenerationService:
                         outputs[index].finished.CopyFrom(convert.finished(event.finished))
                     case PromptLogProbs():
                         response.prompt_logprobs.extend(map(convert.position_logprobs, event.positions))
+                        await asyncio.sleep(0)  # others' turn: it was a thousand positions at most
                     case Finished():
                         _check_time(event, context)
                         response.finished.CopyFrom(convert.finished(event))

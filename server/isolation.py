@@ -23,8 +23,8 @@ from server.slots import Slots, SlotsStatistics, Turn
 
 #: Texts of so many bytes are short: some 4,000 tokens of prose, 20 ms at the very worst.
 SHORT_BYTES = 16 * 1024
-#: How much the worker for long texts gives way to others; a step is more urgent than any prompt.
-LONG_NICENESS = 10
+#: How much the worker for long texts gives way: to a third of a processor beside a step that wants all of it.
+LONG_NICENESS = 3
 #: Texts that may wait for a worker, and their size.
 MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 * 1024 * 1024

@@ -64,8 +64,8 @@ def _serve(channel: BlockingChannel) -> None:
         return
     _, source, niceness, cpu_s_max = message
     try:
-        os.nice(niceness)
         tokenizer: Tokenizer = source.load()
+        os.nice(niceness)
     except Exception as error:
         channel.send((LOAD_FAILED, pack_error(error)))
         return

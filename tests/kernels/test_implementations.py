@@ -156,6 +156,19 @@ def test_log_probs_by_hand():
     torch.testing.assert_close(found.top.exp().sum(1) < 1, torch.tensor([True, True]))
 
 
+@pytest.mark.parametrize("num_top", [1, 3, 20])
+def test_the_likeliest_of_many_rows_are_those_of_each_whatever_is_alike(num_top):
+    torch.manual_seed(3)
+    for logits in (
+        torch.randn(40, 1000),
+        torch.randint(0, 8, (40, 50)).float(),
+        torch.randint(0, 400, (40, 1000)).float(),
+        torch.full((3, 50), float("-inf")),
+    ):
+        found = ops.log_probs(logits, torch.zeros(len(logits), dtype=torch.int64), num_top).top_ids
+        assert torch.equal(found, logits.sort(dim=1, descending=True, stable=True).indices[:, :num_top])
+
+
 def _adjusted(logit, *, in_prompt=False, count=0, bias=0.0, repetition=1.0, presence=0.0, frequency=0.0):
     logits = torch.tensor([[logit, 7.0]])
     one = torch.zeros(1, dtype=torch.int64)
