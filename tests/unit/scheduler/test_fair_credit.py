@@ -202,7 +202,7 @@ def test_a_pause_costs_nothing_in_the_end():
     for tenant in "ab":
         driver.submit(tenant, 31, tenant=tenant, max_tokens=24)
     driver.steps(2)
-    driver.submit("large", 100, tenant="c", max_tokens=4)  # waits for blocks, so nobody is lifted
+    driver.submit("large", 130, tenant="c", max_tokens=4)  # waits for blocks, so nobody is lifted
     for cycle in range(4):
         driver.park("a")
         driver.steps(1)
