@@ -78,10 +78,10 @@ _panel_bytes = function("panel_bytes", "ii", result=ctypes.c_int64)
 
 
 def set_num_threads(num_threads: int) -> None:
-    """For torch's operations too."""
+    """For torch's operations too, which get fewer where a neighbour takes cores away: theirs wait for all."""
     if num_threads < 1:
         raise ValueError(f"num_threads must be at least 1, got {num_threads}")
-    torch.set_num_threads(num_threads)
+    torch.set_num_threads(min(num_threads, _num_threads()))
     _set_num_threads(num_threads)
 
 

@@ -43,6 +43,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     }  # fmt: skip
     assert "vorrang/v1/generation_pb2.py" in names
     assert "kernels/cpu.cpp" in names
+    assert "kernels/cpu_threads.hpp" in names
     assert "workloads/ready/urgent-flood.toml" in names
     assert {"clients/py.typed", "vorrang/py.typed"} <= set(names)
     assert not [n for n in names if n.startswith(("clients/go", "clients/java"))]
