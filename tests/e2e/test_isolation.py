@@ -82,7 +82,9 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(default_model_folder() / name, folder / name)
     config = folder / "settings.toml"
-    config.write_text("[scheduler]\nmax_step_tokens = 128\nmax_context_tokens = 8192\nmax_running_requests = 8\n")
+    config.write_text(
+        "[scheduler]\nmax_step_tokens = 128\nmax_context_tokens = 8192\nmax_running_requests = 8\n"
+    )
     settings = ("--threads", "1", "--kv-blocks", "4096", "--config", str(config))
     neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
