@@ -199,6 +199,11 @@ async def test_what_one_caller_makes_dear_no_other_waits_for(arena: Arena) -> No
     await check(arena, QUICK, WINDOW_S)
 
 
+@pytest.mark.parametrize("name", ["grammar nested stars", "grammar nested arrays"])
+async def test_a_dear_grammar_costs_its_request_alone(arena: Arena, name: str) -> None:
+    await check(arena, (name,), WINDOW_S)
+
+
 @pytest.mark.deep
 @pytest.mark.parametrize("kind", dict.fromkeys(dear.kind for dear in CASES.values()))
 async def test_every_dear_call_for_longer(arena: Arena, kind: str) -> None:
