@@ -148,6 +148,7 @@ def cases() -> dict[str, Dear]:
             "200 k empty tools",
             GENERATE,
             _generate(_chat(["x"], "[" + "{}," * 200_000 + "{}]")),
+            codes=either,
         ),
         "detokenize": Dear(
             "detokenising",
@@ -231,6 +232,27 @@ def cases() -> dict[str, Dear]:
         )
         for index, (name, (raw, _)) in enumerate(BOMBS.items())
     }
+    return found | grammar_cases()
+
+
+def grammar_cases() -> dict[str, Dear]:
+    """Grammars that are dear to compile, or to follow."""
+    nested: dict[str, object] = {"type": "string"}
+    for _ in range(450):
+        nested = {"type": "array", "items": nested}
+    grammars = {
+        "nested stars": types.Grammar(regex="(" * 20 + "a" + "*)*" * 20),
+        "nested arrays": types.Grammar(json_schema=json.dumps(nested)),
+        "counted regex": types.Grammar(regex="(a{1,900}b{1,900}){1,900}"),
+        "most choices": types.Grammar(choice=types.Choice(options=[f"{i:060d}" for i in range(1024)])),
+        "no schema": types.Grammar(json_schema="[" * 60_000),
+    }
+    found = {}
+    for name, grammar in grammars.items():
+        spec = _spec("x", max_tokens=100)
+        spec.grammar.CopyFrom(grammar)
+        codes = ("OK", "RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "ABORTED", "UNAVAILABLE", "CANCELLED")
+        found[f"grammar {name}"] = Dear("grammars", name, GENERATE, _generate(spec), codes=codes)
     return found
 
 
@@ -277,7 +299,7 @@ async def _serve(address: str) -> None:
         tasks = [asyncio.create_task(caller(channel, known[name])) for channel in channels]
         await lines.readline()
         stopped.set()
-        _, late = await asyncio.wait(tasks, timeout=10)
+        _, late = await asyncio.wait(tasks, timeout=4)
         for task in late:
             task.cancel()
         print(json.dumps(codes), flush=True)
