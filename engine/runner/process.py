@@ -186,7 +186,7 @@ class ProcessRunner:
                 continue
             self._prepared[grammar] = None
             self._prepared.move_to_end(grammar)
-            while len(self._prepared) > GrammarLimits.num_idle_max:
+            while len(self._prepared) > GrammarLimits().num_idle_max:
                 self._prepared.popitem(last=False)
             return
         raise InternalError(secrets.token_hex(8))
