@@ -6,6 +6,7 @@ Starts a server with the default model; prints gaps between the tokens of a stre
 undisturbed and beside one request with each of the grammars, and how that request ended.
 """
 
+# ruff: noqa: ANN001, ANN201, ANN202
 import argparse
 import asyncio
 import statistics
@@ -34,7 +35,9 @@ async def gaps_of(client, num_tokens):
     """Milliseconds between the tokens of an interactive stream."""
     found, last = [], None
     async with client.session() as session:
-        request = await session.start("Tell me a story.", max_tokens=num_tokens, priority=-100, ignore_eos=True)
+        request = await session.start(
+            "Tell me a story.", max_tokens=num_tokens, priority=-100, ignore_eos=True
+        )
         async for _ in request:
             now = time.perf_counter()
             if last is not None:
@@ -49,7 +52,10 @@ def shown(name, gaps, how=""):
 
 
 async def main(num_tokens):
-    with tempfile.TemporaryDirectory() as folder, server_process(log=Path(folder) / "log", model=None) as server:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        server_process(log=Path(folder) / "log", model=None) as server,
+    ):
         async with VorrangClient(server.address) as client:
             await gaps_of(client, 20)
             for name, regex in REGEXES.items():
@@ -57,8 +63,9 @@ async def main(num_tokens):
 
                 async def disturb(regex=regex):
                     try:
-                        answer = await client.generate("aaaa", regex=regex, priority=100, max_tokens=150,
-                                                       logit_bias={}, ignore_eos=True)
+                        answer = await client.generate(
+                            "aaaa", regex=regex, priority=100, max_tokens=150, logit_bias={}, ignore_eos=True
+                        )
                     except VorrangError as error:
                         return f"failed: {error}"
                     return f"{len(answer.token_ids)} tokens"
