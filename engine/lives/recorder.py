@@ -183,9 +183,7 @@ class LifeRecorder:
                 break
         return has_prefill
 
-    def _sit_idle(
-        self, idle: tuple[RequestId, ...], masked: frozenset[RequestId], reading: Reading
-    ) -> None:
+    def _sit_idle(self, idle: tuple[RequestId, ...], masked: frozenset[RequestId], reading: Reading) -> None:
         """Note who has a seat and no grant, and who has one again."""
         for request_id in self._idle:
             life = self._alive.get(request_id)

@@ -15,6 +15,7 @@ from engine.request import RequestId
 from engine.runner.choices import Choices, LastTokens, choices_of
 from engine.runner.grammars.constraint import Constrained, Found, go_on
 from engine.runner.grammars.masks import Masks
+from engine.sampling import Needs
 from engine.scheduler.plan import Grant, Plan, StepResult
 from kernels.ops import AttentionInputs, SamplingInputs, TokenMask
 

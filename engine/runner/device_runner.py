@@ -273,7 +273,7 @@ class Launched:
     @property
     def silent(self) -> set[RequestId]:
         """Requests for which nothing that is sampled counts."""
-        return self.batch.void | (self.found.silent if self.found is not None else set())
+        return set(self.batch.void) | (self.found.silent if self.found is not None else set())
 
     @property
     def is_computed(self) -> bool:

@@ -187,7 +187,7 @@ class ProcessRunner:
                 continue
             self._prepared[grammar] = None
             self._prepared.move_to_end(grammar)
-            while len(self._prepared) > GrammarLimits.num_idle_max:
+            while len(self._prepared) > GrammarLimits().num_idle_max:
                 self._prepared.popitem(last=False)
             return
         raise InternalError(secrets.token_hex(8))
@@ -304,9 +304,7 @@ def _result(
     ids = [grant.request_id for grant in plan.grants if grant.output_index is not None]
     tokens = {i: token_id for i, token_id in zip(ids, sampled, strict=True) if token_id is not None}
     failed = {request_id: _failure(packed) for request_id, packed in failures.items()}
-    return StepResult(
-        tokens, failed, logprobs, prompt_logprobs, complete, after_drafts, sat_out, awaiting
-    )
+    return StepResult(tokens, failed, logprobs, prompt_logprobs, complete, after_drafts, sat_out, awaiting)
 
 
 def _failure(packed: PackedError) -> VorrangError:

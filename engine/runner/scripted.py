@@ -17,12 +17,12 @@ from engine.events import PositionLogProbs, PromptLogProbs
 from engine.grammar import GrammarSpec
 from engine.request import RequestId
 from engine.runner.base import ModelInfo, PoolShape
-from engine.runner.inline import on_loop
-from engine.runner.grammars.byte_compiler import ByteCompiler, allowed_byte
 from engine.runner.grammars import constraint
+from engine.runner.grammars.byte_compiler import ByteCompiler, allowed_byte
 from engine.runner.grammars.constraint import Constrained, Found
 from engine.runner.grammars.host import ThreadHost
 from engine.runner.grammars.masks import Masks
+from engine.runner.inline import on_loop
 from engine.scheduler.plan import Grant, Granted, Plan, StepResult
 from engine.text import ChatMessage, StreamDecoder
 

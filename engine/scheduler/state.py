@@ -292,7 +292,7 @@ class SchedulerState:
                 self.filled_block(request)
 
     def look_back(self, request: Request, num_computed_tokens: int, table: object) -> None:
-        """A step that was looked ahead to has sampled nothing for a request, which misses its last token again.
+        """A step that was looked ahead to has sampled nothing for a request: it misses its last token again.
 
         Args:
             request: alive; an output of it counts as in flight.

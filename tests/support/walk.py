@@ -124,7 +124,8 @@ class Episode:
         self.driver = Driver(decisions=self.log, check_every_call=number % RECOUNT_EVERY == 0, **self.config)
         self.num_steps = self.random.choice([60, 120, 240])
         # In some episodes masks are late; drawn apart, so that the others are what they were.
-        self.sits = random.Random(f"{seed}/{number}/sits").random() < 0.2 and not self.driver.config.speculation_tokens
+        is_late = random.Random(f"{seed}/{number}/sits").random() < 0.2
+        self.sits = is_late and not self.driver.config.speculation_tokens
         self.alive: list[str] = []
         self.ended: list[str] = []  # by the last call
         self.bothered: Counter[str] = Counter()

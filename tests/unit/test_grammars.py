@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clients.python import InvalidRequest as RefusedByServer
-from clients.python import QueueFull as QueueFullByServer
+from clients.python import Overloaded as QueueFullByServer
 from clients.python import Unimplemented, VorrangClient
 from clients.python.request import encode_spec
 from engine.decisions.codec import parse, read_call, record_line

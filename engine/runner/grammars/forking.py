@@ -69,15 +69,16 @@ class ForkingHost:
         self._orders: socket.socket | None = None
         self._is_loaded = False
         self._is_closed = False
-        self._wake, self._waker = socket.socketpair()
-        self._waker.setblocking(False)
         self._thread: threading.Thread | None = None
         self._gone: list[_Place] = []
-        self._selector = selectors.DefaultSelector()
 
     def start(self, told: Told) -> None:
         """See ``GrammarHost``."""
         self._told = told
+        self._is_closed = False
+        self._wake, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector = selectors.DefaultSelector()
         self._thread = threading.Thread(target=self._run, name="grammars", daemon=True)
         self._thread.start()
 
@@ -148,9 +149,13 @@ class ForkingHost:
     def close(self) -> None:
         """See ``GrammarHost``."""
         self._is_closed = True
-        self._wake_up()
+        if self._thread is not None:
+            self._wake_up()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
+            self._thread = None
+            for each in (self._selector, self._wake, self._waker):
+                each.close()
 
     # What is said.
 
@@ -371,4 +376,5 @@ def _ended(code: int, limits: GrammarLimits, *, is_compiled: bool) -> Ended:
     if code == -signal.SIGKILL:
         return Ended(cause)
     what = "be followed" if is_compiled else "compile"
-    return Ended(cause, f"must {what} within {limits.bytes_max >> 20} MiB and without being nested too deeply")
+    room = f"{limits.bytes_max >> 20} MiB"
+    return Ended(cause, f"must {what} within {room} and without being nested too deeply")

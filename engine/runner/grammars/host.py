@@ -14,7 +14,6 @@ from typing import Protocol
 from engine.grammar import GrammarSpec
 from engine.runner.grammars.compiled import GrammarCompiler
 from engine.runner.grammars.following import Answer, Fill, Outputs
-from engine.runner.grammars.limits import GrammarLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ def load_alone() -> Any:
 
 
 def load() -> Any:
-    """xgrammar as it comes.
+    """Xgrammar as it comes.
 
     Raises:
         Unimplemented: it is not installed.

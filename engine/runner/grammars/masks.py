@@ -153,12 +153,16 @@ class Masks:
             self._host.start(self)
 
     def close(self) -> None:
-        """Give up everything. May be called twice."""
+        """Give up everything. May be called twice; whatever is asked afterwards begins anew."""
+        if self._is_started:
+            self._host.close()
         with self._lock:
             waiters = [waiter for grammar in self._grammars.values() for waiter in grammar.waiters]
-            is_started, self._is_started = self._is_started, True
-        if is_started:
-            self._host.close()
+            self._queue = CompileQueue(max_waiting=self._queue.max_waiting)
+            self._grammars.clear()
+            self._places.clear()
+            self._outputs.clear()
+            self._is_started = self._is_loaded = False
         for waiter in waiters:
             waiter.cancel()
 

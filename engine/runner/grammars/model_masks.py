@@ -37,7 +37,7 @@ class CompilerSource:
 
 
 def masks_of(info: ModelInfo, folder: Path, limits: GrammarLimits | None = None) -> Masks:
-    """What outputs of a model must match; its library is loaded by ``Masks.start``, or by the first grammar."""
+    """Masks of a model's outputs; the library is loaded by ``Masks.start``, or by the first grammar."""
     limits = limits or GrammarLimits()
     source = CompilerSource(folder, info.vocab_size, info.eos_token_ids)
     return Masks(ForkingHost(source, info.vocab_size, limits), limits)

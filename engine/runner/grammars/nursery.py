@@ -114,7 +114,8 @@ class _Nursery:
         if not pid:
             try:
                 self._begin_child()
-                _serve_grammar(socket.socket(fileno=descriptor), self._compiler, self._vocab_size, self._limits)
+                mine = socket.socket(fileno=descriptor)
+                _serve_grammar(mine, self._compiler, self._vocab_size, self._limits)
             finally:
                 os._exit(0)
         os.close(descriptor)

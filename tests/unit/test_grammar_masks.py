@@ -1,0 +1,214 @@
+"""Masks beside the steps: whoever is late sits out alone, what is dear ends alone, what dies is rebuilt."""
+
+import asyncio
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from engine.events import Finished
+from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec
+from engine.loop import Engine
+from engine.runner.grammars.byte_compiler import ByteChoice, ByteCompiler, ByteMatcher
+from engine.runner.grammars.compile_queue import CompileQueue
+from engine.runner.grammars.forking import ForkingHost
+from engine.runner.grammars.host import ThreadHost
+from engine.runner.grammars.limits import GrammarLimits
+from engine.runner.grammars.masks import Masks
+from engine.runner.scripted import VOCAB_SIZE, ScriptedRunner, ScriptedTokenizer
+from engine.scheduler.config import SchedulerConfig
+from tests.support.decisions import MemoryLog
+from tests.support.wire import settled
+from tests.unit.test_grammars import ANSWERS, choice, request, run_engine, text_of
+
+SLOW = choice("slow and steady", "slow")
+
+
+class Gated(ByteCompiler):
+    """Fills no mask of a grammar with "slow" in it, from its second token on, before it may."""
+
+    def __init__(self):
+        self.may = threading.Event()
+        self.num_blocked = 0
+
+    def compile(self, spec):
+        return _Gated(spec.choices, self) if "slow" in spec.choices else super().compile(spec)
+
+
+class _Gated(ByteChoice):
+    def __init__(self, choices, gate):
+        super().__init__(choices=tuple(each.encode() for each in choices))
+        self.gate = gate
+
+    def matcher(self):
+        return _GatedMatcher(self._choices, self.gate)
+
+
+class _GatedMatcher(ByteMatcher):
+    def __init__(self, choices, gate):
+        super().__init__(choices)
+        self.gate = gate
+
+    def fill(self, mask):
+        if len(self._said) == 2:
+            self.gate.num_blocked += 1
+            assert self.gate.may.wait(60)
+        super().fill(mask)
+
+
+class Dear(ByteCompiler):
+    """Picklable: compiling "compile dear", or a mask after two tokens of "mask dear", never ends."""
+
+    def compile(self, spec):
+        while "compile dear" in spec.choices:
+            pass
+        if "recursion" in spec.choices:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if "memory" in spec.choices:
+            bytearray(200 << 20)
+        return _Dear(tuple(each.encode() for each in spec.choices))
+
+
+class _Dear(ByteChoice):
+    def matcher(self):
+        return _DearMatcher(self._choices)
+
+
+class _DearMatcher(ByteMatcher):
+    def fill(self, mask):
+        while b"mask dear" in self._choices and len(self._said) == 2:
+            pass
+        super().fill(mask)
+
+
+@pytest.fixture
+def forked():
+    limits = GrammarLimits(compile_s_max=0.3, mask_s_max=0.3, bytes_max=100 << 20)
+    host = ForkingHost(Dear, VOCAB_SIZE, limits)
+    masks = Masks(host, limits)
+    masks.host = host
+    yield masks
+    masks.close()
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("depth", [0, 1])
+async def test_who_waits_for_a_mask_sits_out_alone_and_says_the_same(depth):
+    wanted = await run_engine(ScriptedRunner(64, 4), [request("a", SLOW), request("b")])
+    gate, log = Gated(), MemoryLog()
+    runner = ScriptedRunner(64, 4)
+    runner.masks, runner.mask_wait_s = Masks(ThreadHost(lambda: gate, VOCAB_SIZE)), 0.01
+    config = SchedulerConfig(max_running_requests=2)
+    engine = Engine(
+        runner, ScriptedTokenizer(), config, check_integrity=True, pipeline_depth=depth, decisions=log
+    )
+    task = asyncio.create_task(engine.run())
+    try:
+        late, other = engine.submit(request("a", SLOW)), engine.submit(request("b"))
+        end_of_other = [event async for event in other.events()]
+        assert isinstance(end_of_other[-1], Finished), "it did not wait for the late one"
+        await settled(lambda: gate.num_blocked == 1)
+        num_steps = None
+        while num_steps != engine.statistics().num_steps:  # nothing is computed for it any more
+            num_steps = engine.statistics().num_steps
+            await asyncio.sleep(0.1)
+        gate.may.set()
+        events = [event async for event in late.events()]
+    finally:
+        gate.may.set()
+        task.cancel()
+        await asyncio.wait([task])
+    assert [text_of(events), text_of(end_of_other)] == [text_of(each) for each in wanted]
+    log.replay(engine.statistics().num_steps)
+    assert sum('"sat_out"' in line for line in map(str, log.lines)) >= 1
+
+
+def test_what_takes_too_long_to_compile_is_stopped_and_others_are_compiled_meanwhile(forked):
+    dear = [forked.prepare(choice("compile dear", str(number))) for number in range(3)]
+    forked.prepare(choice("quick")).result(20)
+    for future in dear:
+        with pytest.raises(GrammarRefused, match=r"must compile within 0\.3 s of a processor"):
+            future.result(30)
+    assert forked.num_compiled == 1
+
+
+@pytest.mark.parametrize("what", ["recursion", "memory"])
+def test_what_crashes_or_takes_too_much_memory_is_refused(forked, what):
+    with pytest.raises((GrammarRefused, MemoryError)):
+        forked.prepare(choice(what)).result(20)
+    forked.prepare(choice("quick")).result(20)
+
+
+def test_a_mask_that_is_too_dear_ends_its_output_alone(forked):
+    spec = choice("mask dear", "mice")
+    one, other = follow(forked, "one", spec, b""), follow(forked, "other", ANSWERS, b"y")
+    wait(one, other)
+    one = follow(forked, "one", spec, b"ma")
+    follower = follow(forked, "follower", spec, b"m")
+    wait(one)
+    assert isinstance(one.error, GrammarRefused)
+    assert "of a processor for one output" in str(one.error)
+    wait(follower)
+    assert follower.answer.text, "it was rebuilt from its tokens"
+    wait(follow(forked, "other", ANSWERS, b"ye"))
+
+
+def test_what_is_killed_from_outside_is_rebuilt(forked):
+    one = follow(forked, "one", ANSWERS, b"y")
+    wait(one)
+    for pid in forked.host.pids():
+        os.kill(pid, signal.SIGKILL)
+    again = follow(forked, "one", ANSWERS, b"yes")
+    wait(again)
+    assert (again.answer.may_end, again.answer.has_text) == (True, True)
+    os.kill(forked.host.pid, signal.SIGKILL)
+    last = follow(forked, "one", ANSWERS, b"yest")
+    wait(last)
+    assert last.answer.text
+
+
+def test_whoever_is_given_up_gives_back_its_place(forked):
+    dear = [forked.prepare(choice("compile dear", str(number))) for number in range(4)]
+    for future in dear:
+        future.cancel()
+    deadline = time.monotonic() + 20
+    while forked.host.pids() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not forked.host.pids()
+
+
+def test_the_queue_is_fair_and_urgent_first():
+    queue = CompileQueue(num_quick=2, num_slow=1, max_paused=2)
+    for number in range(1, 5):
+        queue.push(number, "many", 0)
+    queue.push(5, "one", 10)
+    queue.push(6, "many", -10)
+    assert [queue.begin(), queue.begin(), queue.begin()] == [6, 5, None]
+    assert queue.demote(6)
+    assert queue.demote(5)
+    assert queue.go_on() == 6
+    assert [queue.begin(), queue.begin()] == [1, 2]
+    assert queue.demote(1)
+    assert not queue.demote(2), "as many are paused as may be"
+    assert queue.rotate(6)
+    queue.remove(6)
+    assert queue.go_on() == 1
+    queue.remove(1)
+    assert queue.go_on() == 5
+
+
+def follow(masks, name, spec, tokens):
+    return masks.follow(name, spec, list(tokens))
+
+
+def wait(*outputs):
+    deadline = time.monotonic() + 30
+    while not all(output.is_known for output in outputs):
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_nothing_is_shared_between_tenants():
+    assert GrammarSpec(GrammarKind.CHOICE, choices=("a",), owner="x") != choice("a")
