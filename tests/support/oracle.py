@@ -236,7 +236,7 @@ def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing
         if r.request_id in after.seated | before.seated
         or not admissible.has_seat_limit(driver.config, r.spec.tenant)
     ]
-    if starved:
+    if starved and not driver.noted["sat out"]:  # what a late mask leaves of the share is not modelled
         starved.sort(key=lambda r: r.arrival_seq)
         check_share(driver, plan, before, after, starved)
 
