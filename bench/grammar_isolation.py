@@ -54,9 +54,7 @@ def shown(name, gaps, how=""):
 async def main(num_tokens, num_threads, names):
     with (
         tempfile.TemporaryDirectory() as folder,
-        server_process(
-        "--threads", str(num_threads), log=Path(folder) / "log", model=None
-    ) as server,
+        server_process("--threads", str(num_threads), log=Path(folder) / "log", model=None) as server,
     ):
         async with VorrangClient(server.address) as client:
             await gaps_of(client, 20)
