@@ -6,7 +6,7 @@ Starts a server with the default model; prints gaps between the tokens of a stre
 undisturbed and beside one request with each of the grammars, and how that request ended.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, D103, T201
 import argparse
 import asyncio
 import statistics

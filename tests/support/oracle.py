@@ -236,7 +236,7 @@ def check_ageing(driver: "Driver", plan: Plan, before: Standing, after: Standing
         if r.request_id in after.seated | before.seated
         or not admissible.has_seat_limit(driver.config, r.spec.tenant)
     ]
-    if starved and not driver.noted["sat out"]:  # what a late mask leaves of the share is not modelled
+    if starved:
         starved.sort(key=lambda r: r.arrival_seq)
         check_share(driver, plan, before, after, starved)
 
@@ -254,8 +254,9 @@ def check_share(
             is_due = False
         elif discipline == "unified":
             is_due = True
-        elif may_be_decodes(granted, before) and any(map(is_decoding, granted)):
-            is_due = oldest.num_missing_tokens == 1
+        elif may_be_decodes(granted, before):
+            is_prefill = bool(granted) and not any(map(is_decoding, granted))  # of prompts that miss a token
+            is_due = oldest.num_missing_tokens == 1 and not (is_prefill and is_decoding(oldest))
         else:
             is_due = not is_decoding(oldest) or oldest.request_id not in before.seated
         assert oldest in granted or not is_due, "no token for the oldest that starves"
