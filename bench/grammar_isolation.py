@@ -6,7 +6,7 @@ Starts a server with the default model; prints gaps between the tokens of a stre
 undisturbed and beside one request with each of the grammars, and how that request ended.
 """
 
-# ruff: noqa: ANN001, ANN201, ANN202
+# ruff: noqa: ANN001, ANN201, ANN202, D103, T201
 import argparse
 import asyncio
 import statistics
@@ -51,14 +51,16 @@ def shown(name, gaps, how=""):
     print(f"{name:18} median {statistics.median(gaps):6.1f}  longest {longest:6.1f}  {how}", flush=True)
 
 
-async def main(num_tokens):
+async def main(num_tokens, num_threads, names):
     with (
         tempfile.TemporaryDirectory() as folder,
-        server_process(log=Path(folder) / "log", model=None) as server,
+        server_process("--threads", str(num_threads), log=Path(folder) / "log", model=None) as server,
     ):
         async with VorrangClient(server.address) as client:
             await gaps_of(client, 20)
             for name, regex in REGEXES.items():
+                if names and name not in names:
+                    continue
                 shown("undisturbed", await gaps_of(client, num_tokens))
 
                 async def disturb(regex=regex):
@@ -81,4 +83,7 @@ async def main(num_tokens):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--tokens", type=int, default=150)
-    asyncio.run(main(parser.parse_args().tokens))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", action="append", default=[])
+    options = parser.parse_args()
+    asyncio.run(main(options.tokens, options.threads, options.only))

@@ -119,7 +119,7 @@ def choices_of(
             tokens = [*request.token_ids[first : first + index], *lacking]
             output = masks.follow(request.request_id, row.params.grammar, tokens)
             row.forget_with(request, masks)
-            constrained.append(Constrained(place, request, output, bans))
+            constrained.append(Constrained(place, request, output, tokens, bans))
     banned_rows, banned_ids = _pairs(banned)
     allowed_rows, allowed_ids = _pairs(allowed)
     restricted = torch.tensor([place for place, _ in allowed], dtype=torch.int64)

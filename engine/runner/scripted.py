@@ -217,7 +217,7 @@ class ScriptedRunner:
             self._followed.add(request)
             finalize(request, self.masks.forget, request.request_id).atexit = False
         followed = self.masks.follow(request.request_id, grammar, output)
-        return Constrained(id(request), request, followed, sorted(grant.banned_token_ids))
+        return Constrained(id(request), request, followed, output, sorted(grant.banned_token_ids))
 
     def _slot(self, block_table: Sequence[int], position: int) -> int:
         block, offset = divmod(position, self._pool.block_size)

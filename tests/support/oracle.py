@@ -252,8 +252,9 @@ def check_share(
             is_due = False
         elif discipline == "unified":
             is_due = True
-        elif may_be_decodes(granted, before) and any(map(is_decoding, granted)):
-            is_due = oldest.num_missing_tokens == 1
+        elif may_be_decodes(granted, before):
+            is_prefill = bool(granted) and not any(map(is_decoding, granted))  # of prompts that miss a token
+            is_due = oldest.num_missing_tokens == 1 and not (is_prefill and is_decoding(oldest))
         else:
             is_due = not is_decoding(oldest) or oldest.request_id not in before.seated
         assert oldest in granted or not is_due, "no token for the oldest that starves"

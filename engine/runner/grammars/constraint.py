@@ -26,13 +26,15 @@ class Constrained:
     Attributes:
         row: its place among those that sample.
         request: whose.
-        output: what was asked for.
+        output: what was asked for; by the time this step's tokens are known it may have been asked for more.
+        tokens: those it had.
         banned: ids that may not be sampled whatever the grammar says.
     """
 
     row: int
     request: Granted
     output: Output
+    tokens: list[int]
     banned: Sequence[int] | NDArray[np.int64]
 
 
@@ -134,7 +136,7 @@ def go_on(
             if token_id in request.ending_token_ids:
                 continue
             assert request.sampling.grammar is not None
-            output = masks.follow(request_id, request.sampling.grammar, [*output.tokens, token_id])
+            output = masks.follow(request_id, request.sampling.grammar, [*each.tokens, token_id])
             if output.is_slow and masks.awaits(output):
                 awaiting.add(request_id)
         elif not output.is_known and masks.awaits(output):
