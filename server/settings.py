@@ -47,6 +47,7 @@ from server.sections import (
     TlsSection,
     TracingSection,
 )
+from timeline.secrecy import redacted, shown_setting
 
 PREFIX = "VORRANG_"
 DELIMITER = "__"
@@ -147,9 +148,12 @@ class Loaded:
     origins: Mapping[str, str]
 
     def describe(self) -> list[Described]:
-        """Every effective value and its origin."""
+        """Every effective value, as it may be shown, and its origin."""
         values = _flat(self.settings.model_dump())
-        return [Described(path, value, self.origins.get(path, "default")) for path, value in values.items()]
+        return [
+            Described(path, shown_setting(path, value), self.origins.get(path, "default"))
+            for path, value in values.items()
+        ]
 
 
 def load(config: Path | None = None, cli: Mapping[str, object] | None = None) -> Loaded:
@@ -270,5 +274,6 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
             lines.append(f"{path} is no setting (from {origin})")
         else:
             rule = problem["msg"][0].lower() + problem["msg"][1:]
-            lines.append(f"{path}: {rule}, got {problem['input']!r} (from {origins.get(path, 'default')})")
+            got = shown_setting(path, problem["input"])
+            lines.append(f"{path}: {redacted(rule)}, got {got!r} (from {origins.get(path, 'default')})")
     return "; ".join(lines)

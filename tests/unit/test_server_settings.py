@@ -10,6 +10,8 @@ from engine.models import registry
 from engine.scheduler.config import SchedulerConfig
 from server.load import _arguments as model_arguments
 from server.settings import SettingsError, load
+from tests.support import canaries
+from timeline.secrecy import HIDDEN
 
 
 @pytest.fixture(autouse=True)
@@ -156,3 +158,19 @@ def test_ranks_need_a_real_model_and_a_process_that_leads_them(setting: str, val
         SettingsError, match=rf"engine\.tensor_parallel must be 1 with {setting} {value}, got 2"
     ):
         load(None, {"engine.tensor_parallel": 2, setting: value})
+
+
+def test_a_token_in_the_place_of_its_hash_is_not_echoed() -> None:
+    with pytest.raises(SettingsError, match=r"tenants\.a\.token_hashes\.0: ") as caught:
+        load(None, {"tenants.a.token_hashes": [canaries.TOKEN]})
+    canaries.check(str(caught.value), "the refusal")
+
+
+def test_hashes_and_passwords_are_not_described() -> None:
+    known = "sha256:" + "0" * 64
+    loaded = load(None, {"tenants.a.token_hashes": [known], "tracing.otlp_endpoint": canaries.URL})
+    values = {entry.path: str(entry.value) for entry in loaded.describe()}
+    assert values["tenants.a.token_hashes"] == f"1 {HIDDEN}"
+    assert values["tracing.otlp_endpoint"] == f"http://{HIDDEN}@127.0.0.1:4317"
+    canaries.check(str(values), "what is described")
+    assert loaded.settings.tracing.otlp_endpoint == canaries.URL
