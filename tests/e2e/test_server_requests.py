@@ -57,7 +57,7 @@ async def test_reprioritize_overtakes_and_the_overtaken_stream_goes_on_unchanged
         await session.start("second", spec([2], max_tokens=5))
         accepted = await session.event("accepted", "second")
         await session.reprioritize("second", -20)
-        await settled(lambda: bool(app.backend.engine._commands))
+        await session.event("priority_changed", "second")
         runner.release()
         await session.end_of("first")
     order = [frame.request_id for frame in session.frames if frame.HasField("finished")]
