@@ -1,4 +1,4 @@
-"""File descriptors: how many this process may have, a few kept back for processes, and what it means to be out.
+"""File descriptors: how many this process may have, a few kept back, and what it means to have no more.
 
 A server that has none left must still be able to put another runner in the place of a dead one.
 """
@@ -39,9 +39,7 @@ def raise_limit(most: int = LIMIT_MAX) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = most if hard == resource.RLIM_INFINITY else min(most, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # some systems have another bound that they do not tell
+        with contextlib.suppress(OSError, ValueError):  # some systems have a bound they do not tell
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return limit()
 

@@ -22,7 +22,7 @@ from server.tls import TlsFiles
 
 _HEALTH = "grpc.health.v1.Health"
 
-#: Descriptors that connections must leave to everything else: other processes, files, scrapes, callers' names.
+#: Descriptors that connections must leave to everything else: other processes, files, scrapes.
 NUM_OTHER_DESCRIPTORS = 128
 #: A further port gets this share of the connections at most, and the clients' port the rest.
 SIDE_PORT_SHARE = 8

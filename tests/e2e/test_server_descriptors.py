@@ -113,12 +113,12 @@ async def test_five_deaths_of_the_runner_beside_more_idle_connections_than_descr
             await session.event("delta")
             idle = await asyncio.to_thread(idle_connections, server.address, NUM_IDLE, stack)
             await sooner_or_later(lambda: sum(map(is_open, idle)) == most - 1)  # one is the session's
-            reading = asyncio.create_task(read(session))
-            for number in range(1, NUM_KILLS + 1):
-                await kill_runner(server, session, log, number)
-            assert sum(map(is_open, idle)) == most - 1
-            await session.half_close()
-            await reading
+            async with asyncio.TaskGroup() as group:
+                group.create_task(read(session))
+                for number in range(1, NUM_KILLS + 1):
+                    await kill_runner(server, session, log, number)
+                assert sum(map(is_open, idle)) == most - 1
+                await session.half_close()
         for request_id, prompt in prompts.items():
             session.check(request_id)
             assert session.of(request_id)[-1].HasField("finished"), session.of(request_id)[-1]
