@@ -1,4 +1,4 @@
-"""Without a file descriptor, memory or a process to be had: nothing counts as a death, and all goes on later."""
+"""Without descriptors, memory or processes to be had: nothing counts as a death, and all goes on later."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ import pytest
 from engine import descriptors
 from engine.descriptors import Reserve, is_shortage
 from engine.runner import process_life
-from engine.runner.base import RunnerDead
+from engine.runner.base import RunnerDead, RunnerLost
 from engine.runner.child import RunnerLimits
 from engine.runner.process import ProcessRunner
 from engine.runner.scripted import expected_output
@@ -47,6 +47,16 @@ def failing(number: int, code: int, then: Callable[..., Any]) -> Callable[..., A
         return then(*arguments, **named)
 
     return work
+
+
+async def lost(runner: ProcessRunner) -> RunnerLost:
+    """Its loss, once it has seen that its process is dead."""
+    is_lost = asyncio.Event()
+    runner.watch(is_lost.set)
+    await is_lost.wait()
+    loss = runner.take_loss()
+    assert loss is not None
+    return loss
 
 
 @contextlib.contextmanager
@@ -104,7 +114,8 @@ def test_the_reserve_is_there_when_nothing_else_is(monkeypatch: pytest.MonkeyPat
 def test_the_soft_limit_is_raised_as_far_as_it_may_and_never_lowered() -> None:
     code = (
         "import resource as r; from engine.descriptors import raise_limit, limit\n"
-        "r.setrlimit(r.RLIMIT_NOFILE, (200, 900)); print(raise_limit(500), raise_limit(), raise_limit(300), limit())"
+        "r.setrlimit(r.RLIMIT_NOFILE, (200, 900))\n"
+        "print(raise_limit(500), raise_limit(), raise_limit(300), limit())"
     )
     assert run_python(code).stdout.split() == ["500", "900", "900", "900"]
 
@@ -146,10 +157,7 @@ async def test_a_shortage_is_no_death_of_the_runner(code: int, monkeypatch: pyte
         monkeypatch.setattr(process_life, "spawn_connected", many)
         assert runner.pid is not None
         os.kill(runner.pid, signal.SIGKILL)
-        loss = None
-        while loss is None:
-            await asyncio.sleep(0.001)
-            loss = runner.take_loss()
+        loss = await lost(runner)
         await loss.recovery
         plan = Plan(1, (grant("a", 0, 3, 0, token_ids=[1, 2, 3], block_table=[1]),))
         assert (await runner.execute(plan)).sampled == {"a": expected_output([1, 2, 3], 1)[0]}
@@ -166,10 +174,7 @@ async def test_what_will_not_pass_is_a_death_of_the_runner(monkeypatch: pytest.M
         monkeypatch.setattr(process_life, "spawn_connected", never)
         assert runner.pid is not None
         os.kill(runner.pid, signal.SIGKILL)
-        loss = None
-        while loss is None:
-            await asyncio.sleep(0.001)
-            loss = runner.take_loss()
+        loss = await lost(runner)
         with pytest.raises(RunnerDead, match="No such file"):
             await loss.recovery
     finally:
@@ -182,8 +187,7 @@ async def test_closing_ends_the_wait_for_room(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(process_life, "spawn_connected", failing(10**9, errno.EMFILE, lambda: None))
     assert runner.pid is not None
     os.kill(runner.pid, signal.SIGKILL)
-    while runner.take_loss() is None:
-        await asyncio.sleep(0.001)
+    await lost(runner)
     async with asyncio.timeout(20):
         await runner.close()
 
