@@ -48,12 +48,11 @@ class Ports:
         self.tls: TlsFiles | None = None
         self.health_address = ""
         self._watching: asyncio.Task[None] | None = None
-        num_side_ports = (settings.control.enabled and settings.control.listen is not None) + (
-            settings.health.listen is not None
-        )
+        has_own = settings.control.enabled and settings.control.listen is not None
+        self._num_side_ports = has_own + (settings.health.listen is not None)
         self.connections = connections_of_ports(
             settings.admission.max_connections,
-            num_side_ports,
+            self._num_side_ports,
             limit=descriptors.limit(),
             num_open=descriptors.num_open(),
         )
@@ -113,7 +112,7 @@ class Ports:
 
     def _tell_connections(self) -> None:
         most, wanted = self.connections, self._settings.admission.max_connections
-        if most.clients < wanted or most.side < wanted:
+        if most.clients < wanted or (self._num_side_ports and most.side < wanted):
             log.warning(
                 "server.connections_limited",
                 max_connections=wanted,

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import resource
 import signal
@@ -23,10 +24,13 @@ from engine.scheduler.plan import Plan
 from engine.text import PromptLimit
 from engine.text_work.jobs import EncodeText
 from engine.text_work.process import TextProcess
+from server.app import App
 from server.errors import ProcessStarting, row_of
 from server.isolation import TextWork
+from server.load import ModelUnavailable, load
 from server.ports import NUM_OTHER_DESCRIPTORS, Connections, connections_of_ports
 from server.settings import SettingsError
+from server.settings import load as load_settings
 from server.slots import Turn
 from tests.support.grants import grant
 from tests.support.process import run_python
@@ -179,6 +183,15 @@ async def test_what_will_not_pass_is_a_death_of_the_runner(monkeypatch: pytest.M
             await loss.recovery
     finally:
         await runner.close()
+
+
+@pytest.mark.asyncio
+async def test_a_first_start_without_room_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_life, "spawn_connected", failing(1, errno.EMFILE, lambda: None))
+    settings = load_settings(None, {"model.path": "scripted", "server.listen": "127.0.0.1:0"}).settings
+    app = App(settings, functools.partial(load, settings))
+    with pytest.raises(ModelUnavailable, match="a process can't be started: Too many open files"):
+        await app.run(lambda _: pytest.fail("it is ready"))
 
 
 @pytest.mark.asyncio

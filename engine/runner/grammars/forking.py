@@ -17,6 +17,7 @@ import structlog
 
 from engine.descriptors import is_shortage
 from engine.errors import InternalError
+from engine.failure import trace_of
 from engine.grammar import GrammarSpec
 from engine.runner import process_life
 from engine.runner.channel import FrameReader, Message, frame, unpack_error
@@ -211,7 +212,7 @@ class ForkingHost:
         try:
             self._serve()
         except Exception as error:
-            log.error("grammars.failed", exc_info=error)
+            log.error("grammars.failed", exception=trace_of(error, with_text=True))
             self._told.loaded(InternalError("grammars"))
         finally:
             self._end_nursery()
