@@ -38,6 +38,14 @@ class EngineStarting(e.VorrangError):
         self.retry_after_s = retry_after_s
 
 
+class ProcessStarting(EngineStarting):
+    """A process that a request needs could not be started, for want of descriptors, memory or processes."""
+
+    def __init__(self, retry_after_s: float = 1.0) -> None:
+        super().__init__(retry_after_s)
+        self.args = ("a process of the server is to be started, and the machine has no room for it now",)
+
+
 class Unauthenticated(e.VorrangError):
     """No or bad credentials; the message never holds them."""
 

@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import structlog
+
+from engine.descriptors import is_shortage
 from engine.text import Tokenizer
 from engine.text_work.jobs import TextJob
 from engine.text_work.places import TextPlace, TextThread
 from engine.text_work.process import TextProcess
 from engine.text_work.worker import TokenizerSource
+from server.errors import ProcessStarting
 from server.slots import Slots, SlotsStatistics, Turn
 
 #: Texts of so many bytes are short: some 4,000 tokens of prose, 20 ms at the very worst.
@@ -30,6 +34,8 @@ MAX_WAITING = 1024
 MAX_WAITING_BYTES = 64 * 1024 * 1024
 
 Result = TypeVar("Result")
+
+log = structlog.get_logger("vorrang.server")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +107,7 @@ class TextWork:
         Raises:
             QueueFull, Displaced: too many wait.
             Cancelled: ``turn.leave`` was called.
+            ProcessStarting: there is none, and none could be started.
             VorrangError: what the job refuses, or ``TooDear``.
 
         Cancellation: what waits leaves; what was begun goes on for nobody, to its bound.
@@ -113,6 +120,11 @@ class TextWork:
             place = free.pop()
             try:
                 return await place.run(job)
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                log.warning("text_process.not_started", cause=error.strerror or str(error))
+                raise ProcessStarting from None
             finally:
                 free.append(place)
 

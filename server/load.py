@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from engine.descriptors import is_shortage
 from engine.errors import VorrangError
 from engine.runner.child import ChildDied, RunnerLimits
 from engine.runner.grammars.limits import GrammarLimits
@@ -179,6 +180,10 @@ def _explained() -> Iterator[None]:
         raise ModelUnavailable(str(error)) from error
     except ChildDied as error:
         raise ModelUnavailable(f"the runner's process did not start: {error}") from error
+    except OSError as error:
+        if not is_shortage(error):
+            raise
+        raise ModelUnavailable(f"a process can't be started: {error.strerror}") from error
     except Exception as error:
         if type(error).__name__ in _OF_THE_MACHINE:
             raise ModelUnavailable(str(error)) from error

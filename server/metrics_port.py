@@ -6,6 +6,7 @@ most, so that a blocked loop still answers with all that was counted.
 
 import asyncio
 import concurrent.futures
+import threading
 from collections.abc import Callable, Iterator
 
 import prometheus_client
@@ -17,6 +18,7 @@ from engine.loop import Engine
 from server.backend import Backend
 from server.health import Health
 from server.metrics import Metrics, Standing, by_labels
+from server.metrics_http import BoundedServer
 from server.settings import SettingsError
 
 #: Seconds a scrape waits for the event loop.
@@ -48,10 +50,12 @@ class MetricsPort:
         registry.register(_Collector(metrics, look, asyncio.get_running_loop()))
         prometheus_client.ProcessCollector(registry=registry)
         try:
-            server, thread = prometheus_client.start_http_server(int(port), host.strip("[]"), registry)
+            server = BoundedServer(host.strip("[]"), int(port), prometheus_client.make_wsgi_app(registry))
         except (OSError, OverflowError):
             raise SettingsError(f"metrics.listen: can't listen on {listen}; is it in use?") from None
-        self._server, self._thread = server, thread
+        self._server = server
+        self._thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
         self.address = f"{host}:{server.server_port}"
 
     async def close(self) -> None:

@@ -6,11 +6,14 @@ A misspelt option of grpc is silently ignored, so tests look at the effect of ea
 import asyncio
 import contextlib
 import ipaddress
+from dataclasses import dataclass
 
 import grpc
 import grpc.aio
+import structlog
 from grpc_health.v1 import health_pb2_grpc
 
+from engine import descriptors
 from server import control, generation
 from server.health import Health
 from server.reflection import add_reflection
@@ -18,6 +21,13 @@ from server.settings import Settings, SettingsError
 from server.tls import TlsFiles
 
 _HEALTH = "grpc.health.v1.Health"
+
+#: Descriptors that connections must leave to everything else: other processes, files, scrapes.
+NUM_OTHER_DESCRIPTORS = 128
+#: A further port gets this share of the connections at most, and the clients' port the rest.
+SIDE_PORT_SHARE = 8
+
+log = structlog.get_logger("vorrang.server")
 
 
 class Ports:
@@ -29,6 +39,7 @@ class Ports:
     Attributes:
         tls: certificates in use; None before ``open``, and without TLS.
         health_address: of the port for probes; empty without one.
+        connections: how many the ports may have open at once.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,6 +48,14 @@ class Ports:
         self.tls: TlsFiles | None = None
         self.health_address = ""
         self._watching: asyncio.Task[None] | None = None
+        has_own = settings.control.enabled and settings.control.listen is not None
+        self._num_side_ports = has_own + (settings.health.listen is not None)
+        self.connections = connections_of_ports(
+            settings.admission.max_connections,
+            self._num_side_ports,
+            limit=descriptors.limit(),
+            num_open=descriptors.num_open(),
+        )
 
     @property
     def transport(self) -> str:
@@ -62,6 +81,7 @@ class Ports:
             SettingsError: an address can't be used, or a certificate.
         """
         settings = self._settings
+        self._tell_connections()
         if settings.tls.certificate is not None:
             self.tls = TlsFiles(settings.tls)
             self._watching = asyncio.create_task(self.tls.watch(), name="tls-files")
@@ -71,13 +91,14 @@ class Ports:
             handlers[control.SERVICE] = operators
         if settings.health.listen is not None:
             self.health_address = await self._open_for_probes(settings.health.listen, health)
-        address = await self._open("server.listen", settings.server.listen, health, handlers)
+        most = self.connections
+        address = await self._open("server.listen", settings.server.listen, health, handlers, most.clients)
         if not settings.control.enabled:
             return address, ""
         if settings.control.listen is None:
             return address, address
         own = await self._open(
-            "control.listen", settings.control.listen, health, {control.SERVICE: operators}
+            "control.listen", settings.control.listen, health, {control.SERVICE: operators}, most.side
         )
         return address, own
 
@@ -89,12 +110,28 @@ class Ports:
                 await self._watching
         await asyncio.gather(*(server.stop(grace_s) for server in self._servers))
 
+    def _tell_connections(self) -> None:
+        most, wanted = self.connections, self._settings.admission.max_connections
+        if most.clients < wanted or (self._num_side_ports and most.side < wanted):
+            log.warning(
+                "server.connections_limited",
+                max_connections=wanted,
+                of_clients=most.clients,
+                of_other_ports=most.side,
+                open_files=descriptors.limit(),
+            )
+
     async def _open(
-        self, setting: str, listen: str, health: Health, handlers: dict[str, grpc.GenericRpcHandler]
+        self,
+        setting: str,
+        listen: str,
+        health: Health,
+        handlers: dict[str, grpc.GenericRpcHandler],
+        max_connections: int,
     ) -> str:
         if self.tls is None:
             check_plaintext(setting, listen, allowed=self._settings.server.insecure)
-        server = grpc.aio.server(options=options(self._settings))
+        server = grpc.aio.server(options=options(self._settings, max_connections))
         if self._settings.control.reflection:
             add_reflection(server, (*handlers, _HEALTH))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
@@ -103,7 +140,7 @@ class Ports:
 
     async def _open_for_probes(self, listen: str, health: Health) -> str:
         """Plaintext wherever it is: it tells no more than a port that is open or closed does."""
-        server = grpc.aio.server(options=options(self._settings))
+        server = grpc.aio.server(options=options(self._settings, self.connections.side))
         health_pb2_grpc.add_HealthServicer_to_server(health, server)
         return await self._start("health.listen", listen, server, None)
 
@@ -135,8 +172,47 @@ def check_plaintext(setting: str, listen: str, *, allowed: bool) -> None:
         raise SettingsError(f"{setting}: {host} {rule}")
 
 
-def options(settings: Settings) -> list[tuple[str, int]]:
-    """Options of the transport."""
+@dataclass(frozen=True, slots=True)
+class Connections:
+    """Connections open at once.
+
+    Attributes:
+        clients: on the port of the clients.
+        side: on each other gRPC port.
+    """
+
+    clients: int
+    side: int
+
+
+def connections_of_ports(wanted: int, num_side_ports: int, *, limit: int, num_open: int) -> Connections:
+    """What each port may have, so that all of them together leave descriptors to everything else.
+
+    Args:
+        wanted: on each port, by the settings.
+        num_side_ports: ports beside the clients'.
+        limit: descriptors this process may have open.
+        num_open: those it has.
+
+    Raises:
+        SettingsError: there is not even one connection for each port.
+    """
+    free = limit - num_open - NUM_OTHER_DESCRIPTORS
+    least = 1 + num_side_ports
+    if free < least:
+        needed = limit + least - free
+        raise SettingsError(f"the limit on open files (ulimit -n) must be at least {needed}, got {limit}")
+    side = max(1, min(wanted, free // SIDE_PORT_SHARE))
+    return Connections(min(wanted, free - num_side_ports * side), side)
+
+
+def options(settings: Settings, max_connections: int) -> list[tuple[str, int]]:
+    """Options of the transport.
+
+    Args:
+        settings: all of them.
+        max_connections: open at once on the port.
+    """
     admission = settings.admission
     return [
         ("grpc.so_reuseport", 0),
@@ -145,7 +221,7 @@ def options(settings: Settings) -> list[tuple[str, int]]:
         # Between the two limits grpc refuses at random.
         ("grpc.max_metadata_size", admission.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", admission.max_metadata_bytes),
-        ("grpc.max_allowed_incoming_connections", admission.max_connections),
+        ("grpc.max_allowed_incoming_connections", max_connections),
         ("grpc.keepalive_time_ms", round(admission.keepalive_s * 1000)),
         ("grpc.keepalive_timeout_ms", round(admission.keepalive_timeout_s * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import structlog
 
+from engine import descriptors
 from engine.errors import VorrangError
 from engine.failure import on_loop_failure
 from server import event_loop
@@ -32,6 +33,8 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
         settings: all of them.
         on_failure: is told of a known failure, in words; ends the process.
     """
+    descriptors.raise_limit()
+    descriptors.RESERVE.take()
     lines = logs.set_up(settings.log.level, settings.log.format)
     failure = ""
     try:
@@ -44,6 +47,7 @@ def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
         failure = str(error)
     finally:
         lines.close()
+        descriptors.RESERVE.give_up()
     if failure:
         on_failure(failure)
 

@@ -12,6 +12,7 @@ import grpc
 import structlog
 import watchfiles
 
+from engine.descriptors import RESERVE
 from engine.failure import trace_of
 from server.sections import TlsSection
 from server.settings import SettingsError
@@ -100,7 +101,8 @@ class TlsFiles:
     def reload(self) -> bool:
         """Read the files again; returns whether they hold something new that is in order."""
         try:
-            content = self._read()
+            with RESERVE.lent():
+                content = self._read()
         except (OSError, ValueError) as error:
             log.warning("tls.not_reloaded", reason=str(error))
             return False

@@ -5,7 +5,6 @@ Knows when it is dead or hangs; whether another one follows is not its business.
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -101,11 +100,7 @@ class Child:
         self._busy_since = 0.0
         self._preparing: dict[int, asyncio.Future[None]] = {}
         self._num_prepared = 0
-        self._connection, theirs = socket.socketpair()
-        with contextlib.ExitStack() as on_failure, theirs:
-            on_failure.callback(self._connection.close)
-            self._process = process_life.spawn("engine.runner.worker", theirs)
-            on_failure.pop_all()
+        self._process, self._connection = process_life.spawn_connected("engine.runner.worker")
 
     @classmethod
     async def start(
@@ -125,6 +120,7 @@ class Child:
 
         Raises:
             ChildDied: it ended, or took too long.
+            OSError: it could not be started.
             Exception: what loading raised.
 
         Cancellation: the process is ended.

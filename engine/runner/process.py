@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import structlog
 
+from engine.descriptors import is_shortage
 from engine.errors import InternalError, VorrangError
 from engine.events import PositionLogProbs, PromptLogProbs
 from engine.failure import trace_of
@@ -264,11 +265,30 @@ class ProcessRunner:
             if num_before:
                 await asyncio.sleep(min(limits.backoff_s_max, limits.backoff_s * 2 ** (num_before - 1)))
             try:
-                return await Child.start(self._source, self._pool, limits, self._received)
+                return await self._started()
             except Exception as error:  # whatever the model or the machine has against it now
                 why = str(error)
                 trace = trace_of(error, with_text=True)
                 log.error("runner.start_failed", attempt=self._num_in_a_row, exception=trace)
+
+    async def _started(self) -> Child:
+        """A process, as soon as there is what it takes to start one.
+
+        A want of descriptors, memory or processes is no death of the runner, however long it lasts.
+
+        Raises:
+            Exception: whatever else ``Child.start`` does.
+        """
+        wait_s = self._limits.backoff_s
+        while True:
+            try:
+                return await Child.start(self._source, self._pool, self._limits, self._received)
+            except OSError as error:
+                if not is_shortage(error):
+                    raise
+                log.warning("runner.start_delayed", cause=error.strerror or str(error), wait_s=wait_s)
+            await asyncio.sleep(wait_s)
+            wait_s = min(self._limits.backoff_s_max, 2 * wait_s)
 
     def _tell_of_loss(self) -> None:
         """Every plan that is still wanted is lost; the process died of the oldest one it had, if of any."""

@@ -1,5 +1,6 @@
 """How a process that computes is started, shows that it lives, and ends: the server's child, and ranks."""
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -14,6 +15,7 @@ from typing import Any, NoReturn
 
 import structlog
 
+from engine.descriptors import RESERVE
 from engine.failure import log_strays
 from engine.runner.base import ModelBroken
 from engine.runner.channel import BEAT, LOG, BlockingChannel
@@ -67,6 +69,24 @@ def spawn(module: str, connection: socket.socket) -> "subprocess.Popen[bytes]":
         process_group=0,
         env=os.environ | {"PYTHONPATH": path},
     )
+
+
+def spawn_connected(module: str) -> "tuple[subprocess.Popen[bytes], socket.socket]":
+    """Start ``module`` as a process; the descriptors kept back are free for it.
+
+    Returns:
+        The process, and our end of its socket.
+
+    Raises:
+        OSError: there is no more of something; nothing is left behind. See ``is_shortage``.
+    """
+    with RESERVE.lent():
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as on_failure, theirs:
+            on_failure.callback(ours.close)
+            process = spawn(module, theirs)
+            on_failure.pop_all()
+    return process, ours
 
 
 def begin() -> BlockingChannel:

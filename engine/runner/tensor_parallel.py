@@ -8,7 +8,6 @@ all of them again. Every wait is bounded.
 
 import dataclasses
 import queue
-import socket
 import subprocess
 import tempfile
 import threading
@@ -144,9 +143,7 @@ class _Follower:
         self._on_loss = on_loss
         self._is_closing = False
         self._answers: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            self._process = process_life.spawn("engine.runner.follower", theirs)
+        self._process, self._socket = process_life.spawn_connected("engine.runner.follower")
         self._channel = BlockingChannel(self._socket)
         self.send((follower.LOAD, options, shard, hang_s / NUM_BEATS))
         self._reader = threading.Thread(target=self._read, name=f"rank-{shard.rank}", daemon=True)

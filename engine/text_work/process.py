@@ -5,10 +5,8 @@ in time whatever a text does to a tokenizer or a template.
 """
 
 import asyncio
-import contextlib
 import pickle
 import signal
-import socket
 import struct
 import subprocess
 from typing import Any, TypeVar
@@ -76,6 +74,7 @@ class TextProcess:
 
         Raises:
             TextProcessDied: it died while it loaded.
+            OSError: it could not be started.
             Exception: what loading raised.
 
         Cancellation: it is killed.
@@ -83,11 +82,7 @@ class TextProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self.kill()
-        ours, theirs = socket.socketpair()
-        with contextlib.ExitStack() as on_failure, theirs:
-            on_failure.callback(ours.close)
-            self._process = process_life.spawn("engine.text_work.worker", theirs)
-            on_failure.pop_all()
+        self._process, ours = process_life.spawn_connected("engine.text_work.worker")
         try:
             self._reader, self._writer = await asyncio.open_connection(sock=ours)
             answer = await self._ask((LOAD, self._source, self._niceness, self._cpu_s_max))
@@ -109,6 +104,7 @@ class TextProcess:
         Raises:
             VorrangError: the caller's fault, or ``TooDear``.
             TextProcessDied: it died each time.
+            OSError: it could not be started.
         """
         for attempt in range(ATTEMPTS):
             await self.start()

@@ -1,6 +1,7 @@
 """Metrics over HTTP, spans, and the event loop: what an operator sees from outside."""
 
 import asyncio
+import contextlib
 import re
 import sys
 import urllib.request
@@ -12,11 +13,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 import server.event_loop
+import server.metrics_http
 import server.metrics_port
 import server.tracing
 from engine.request import RequestId, RequestSpec
 from server.identity import hash_of
 from server.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, TABLE, Metrics
+from server.metrics_http import MAX_CONNECTIONS
 from server.sections import TracingSection
 from server.settings import SettingsError
 from tests.support.process import server_process
@@ -178,6 +181,38 @@ async def test_a_blocked_event_loop_still_answers_what_was_counted(monkeypatch: 
         assert "vorrang_step_seconds_count 0.0" in text
         assert "\nvorrang_seats 16" not in text
         assert "\nvorrang_seats 16.0" in await asyncio.to_thread(read, app.metrics_address)
+
+
+@pytest.mark.asyncio
+async def test_slow_clients_hold_few_connections_and_none_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_server(METRICS) as app:
+        host, _, port = app.metrics_address.rpartition(":")
+        slow = [await asyncio.open_connection(host, int(port)) for _ in range(MAX_CONNECTIONS)]
+        for _, writer in slow:
+            writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")  # and no end of it
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""  # one too many
+        writer.close()
+        monkeypatch.setattr(server.metrics_http, "CONNECTION_S_MAX", 0.05)
+        async with asyncio.timeout(20):
+            for reader, writer in slow:
+                with contextlib.suppress(ConnectionError):
+                    await reader.read()
+                writer.close()
+        monkeypatch.undo()
+        assert ("vorrang_seats",) in await scrape(app)
+
+
+@pytest.mark.asyncio
+async def test_a_client_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.metrics_http._Handler, "timeout", 0.1)
+    async with running_server(METRICS) as app:
+        host, _, port = app.metrics_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        async with asyncio.timeout(20):
+            assert await reader.read() == b""
+        writer.close()
 
 
 @pytest.mark.asyncio

@@ -17,6 +17,11 @@ from tests.support import canaries
 ROOT = Path(__file__).resolve().parents[2]
 #: Seconds after which a program that is to end by itself hangs, however busy the machine.
 HANGS_S = 100.0
+_LIMITED = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[1]), int(sys.argv[1])))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 _READY = re.compile(r"ready on (\S+:\d+): ")
 
 
@@ -80,6 +85,7 @@ def server_process(
     log: Path | None = None,
     module: Sequence[str] = ("server.cli",),
     extra: Mapping[str, str] | None = None,
+    open_files: int | None = None,
 ) -> Iterator[ServerProcess]:
     """A server on a free port, killed on the way out if it is still there; its log must hold no secret.
 
@@ -89,8 +95,11 @@ def server_process(
         log: file for its log; without one a pipe takes it, which nobody empties: 64 KiB are too many.
         module: what runs instead of ``server.cli``, with its own first arguments.
         extra: of the environment.
+        open_files: descriptors that it may have, and can't raise.
     """
     command = [sys.executable, "-m", *module, "serve", "--listen", "127.0.0.1:0"]
+    if open_files is not None:
+        command = [sys.executable, "-c", _LIMITED, str(open_files), *command]
     with (
         contextlib.ExitStack() as stack,
         subprocess.Popen(

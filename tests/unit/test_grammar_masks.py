@@ -1,12 +1,16 @@
 """Masks beside the steps: whoever is late sits out alone, what is dear ends alone, what dies is rebuilt."""
 
 import asyncio
+import errno
 import os
+import resource
 import signal
+import socket
 import threading
 import time
 
 import pytest
+import structlog
 
 from engine.events import Finished
 from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec
@@ -212,3 +216,44 @@ def wait(*outputs):
 
 def test_nothing_is_shared_between_tenants():
     assert GrammarSpec(GrammarKind.CHOICE, choices=("a",), owner="x") != choice("a")
+
+
+def test_no_room_for_a_process_puts_a_grammar_off_and_blames_nobody(forked, monkeypatch):
+    wait(follow(forked, "one", ANSWERS, b"y"))
+    num_failures = 0
+
+    def no_pair():
+        nonlocal num_failures
+        num_failures += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "socketpair", no_pair)
+        put_off = follow(forked, "two", choice("here", "there"), b"")
+        deadline = time.monotonic() + 20
+        while num_failures < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert num_failures >= 2, "it was to be tried again"
+        assert put_off.error is None
+        assert not put_off.is_known
+    wait(put_off)
+    assert put_off.error is None
+    assert put_off.answer.text
+
+
+def test_the_process_that_forks_survives_a_want_of_descriptors(forked):
+    wait(follow(forked, "one", ANSWERS, b"y"))
+    pid = forked.host.pid
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (3, before[1]))
+    with structlog.testing.capture_logs() as logged:
+        put_off = follow(forked, "two", choice("here", "there"), b"")
+        deadline = time.monotonic() + 20
+        while not any(line["event"] == "grammar.start_delayed" for line in logged):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    wait(put_off)
+    assert put_off.error is None
+    assert put_off.answer.text
+    assert forked.host.pid == pid

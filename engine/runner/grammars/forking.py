@@ -15,7 +15,9 @@ from collections.abc import Callable
 
 import structlog
 
+from engine.descriptors import is_shortage
 from engine.errors import InternalError
+from engine.failure import trace_of
 from engine.grammar import GrammarSpec
 from engine.runner import process_life
 from engine.runner.channel import FrameReader, Message, frame, unpack_error
@@ -29,6 +31,8 @@ from engine.runner.grammars.limits import GrammarLimits
 TICK_S = 0.02
 #: Seconds of a processor between two looks at a place from which on it counts as busy.
 BUSY_S = 0.008
+#: Seconds after which a process that there was no room for is tried again.
+RETRY_S = 0.25
 
 log = structlog.get_logger("vorrang.runner")
 
@@ -38,6 +42,7 @@ class _Place:
 
     def __init__(self, number: int, connection: socket.socket, spec: GrammarSpec) -> None:
         self.number = number
+        self.spec = spec
         self.connection = connection
         self.reader = FrameReader()
         self.unsent = bytearray(frame((spec,)))
@@ -71,6 +76,8 @@ class ForkingHost:
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._gone: list[_Place] = []
+        self._unforked: dict[int, GrammarSpec] = {}  # there was no room for a process; it is tried again
+        self._next_try = 0.0
 
     def start(self, told: Told) -> None:
         """See ``GrammarHost``."""
@@ -96,7 +103,13 @@ class ForkingHost:
 
     def compile(self, number: int, spec: GrammarSpec) -> None:
         """See ``GrammarHost``."""
-        mine, theirs = socket.socketpair()
+        try:
+            mine, theirs = socket.socketpair()
+        except OSError as error:
+            if not is_shortage(error):
+                raise
+            self._put_off(number, spec, str(error))
+            return
         mine.setblocking(False)
         with theirs, self._lock:
             self._places[number] = _Place(number, mine, spec)
@@ -140,6 +153,7 @@ class ForkingHost:
     def end(self, number: int) -> None:
         """See ``GrammarHost``."""
         with self._lock:
+            self._unforked.pop(number, None)
             place = self._places.pop(number, None)
             if place is not None:
                 self._order(nursery.KILL, number)
@@ -184,13 +198,21 @@ class ForkingHost:
         with contextlib.suppress(BlockingIOError, OSError):
             self._waker.send(b"x")
 
+    def _put_off(self, number: int, spec: GrammarSpec, cause: str) -> None:
+        """There is no room for a process now; that is no fault of the grammar's."""
+        log.warning("grammar.start_delayed", cause=cause, grammar=spec.field)
+        with self._lock:
+            self._unforked[number] = spec
+            self._next_try = time.monotonic() + RETRY_S
+        self._wake_up()
+
     # On the thread.
 
     def _run(self) -> None:
         try:
             self._serve()
         except Exception as error:
-            log.error("grammars.failed", exc_info=error)
+            log.error("grammars.failed", exception=trace_of(error, with_text=True))
             self._told.loaded(InternalError("grammars"))
         finally:
             self._end_nursery()
@@ -201,6 +223,7 @@ class ForkingHost:
         self._spawn()
         next_tick = 0.0
         while not self._is_closed:
+            self._try_again()
             is_busy = self._look_after_places()
             for key, events in self._selector.select(TICK_S if is_busy else None):
                 if key.fileobj is self._wake:
@@ -214,6 +237,15 @@ class ForkingHost:
                 next_tick = time.monotonic() + TICK_S
                 self._told.tick()
 
+    def _try_again(self) -> None:
+        """Begin with what there was no room for."""
+        with self._lock:
+            if not self._unforked or time.monotonic() < self._next_try:
+                return
+            unforked, self._unforked = self._unforked, {}
+            for number, spec in unforked.items():
+                self.compile(number, spec)
+
     def _look_after_places(self) -> bool:
         """Watch new sockets, and those that have something unsent; whether anything is going on."""
         with self._lock:
@@ -222,7 +254,7 @@ class ForkingHost:
                     self._selector.unregister(place.connection)
                 place.connection.close()
             self._gone.clear()
-            is_busy = False
+            is_busy = bool(self._unforked)
             known = self._selector.get_map()
             for place in self._places.values():
                 wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if place.unsent else 0)
@@ -238,9 +270,15 @@ class ForkingHost:
 
     def _spawn(self) -> None:
         """Start the process that has the library. It dies with this thread."""
-        mine, theirs = socket.socketpair()
-        with theirs:
-            self._nursery = process_life.spawn("engine.runner.grammars.nursery", theirs)
+        while True:
+            try:
+                self._nursery, mine = process_life.spawn_connected("engine.runner.grammars.nursery")
+                break
+            except OSError as error:
+                if not is_shortage(error) or self._is_closed:
+                    raise
+                log.warning("grammars.start_delayed", cause=str(error))
+            time.sleep(RETRY_S)
         mine.sendall(frame(("load", *self._loading)))
         self._is_loaded = False
         self._reader = FrameReader()
@@ -250,6 +288,7 @@ class ForkingHost:
     def _end_nursery(self) -> None:
         with self._lock:
             places, self._places = list(self._places.values()), {}
+            self._unforked.clear()
             if self._orders is not None:
                 self._orders.close()
                 self._orders = None
@@ -283,6 +322,8 @@ class ForkingHost:
                         self._places[number].pid = pid
             case (nursery.EXITED, number, code, _):
                 self._exited(number, code)
+            case (nursery.UNFORKED, number, cause):
+                self._unfork(number, cause)
             case ("log", level, values):
                 getattr(log, level)(values.pop("event", ""), **values)
 
@@ -306,6 +347,13 @@ class ForkingHost:
         self._spawn()
         for number in numbers:
             self._exited(number, -9)
+
+    def _unfork(self, number: int, cause: str) -> None:
+        with self._lock:
+            place = self._places.pop(number, None)
+            if place is not None:
+                self._gone.append(place)
+                self._put_off(number, place.spec, cause)
 
     def _exited(self, number: int, code: int) -> None:
         with self._lock:

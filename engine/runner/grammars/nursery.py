@@ -14,6 +14,7 @@ import os
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before numpy comes: threads would not survive a fork
 
 import contextlib
+import errno
 import gc
 import resource
 import select
@@ -36,7 +37,7 @@ from engine.runner.grammars.limits import GrammarLimits
 FORK, KILL, STOP, CONTINUE, DEMOTE, GIVE_WAY = range(6)
 ORDER = struct.Struct("<BQ")
 #: From the nursery.
-LOADED, FORKED, EXITED = "loaded", "forked", "exited"
+LOADED, FORKED, EXITED, UNFORKED = "loaded", "forked", "exited", "unforked"
 #: From a grammar's process.
 COMPILED, FILLED = "compiled", "filled"
 #: What is dear gives way to all else.
@@ -99,7 +100,10 @@ class _Nursery:
             return False
         order, number = ORDER.unpack(data)
         if order == FORK:
-            self._fork(number, descriptors[0])
+            if descriptors:
+                self._fork(number, descriptors[0])
+            else:  # the system drops those that this process has no room for
+                self._channel.send((UNFORKED, number, os.strerror(errno.EMFILE)))
         elif (pid := self._pids.get(number)) is not None:  # not reaped, so it is still that process
             _signal(pid, order)
         return True
@@ -109,7 +113,7 @@ class _Nursery:
             pid = os.fork()
         except OSError as error:
             os.close(descriptor)
-            self._channel.send((EXITED, number, -int(signal.SIGKILL), str(error)))
+            self._channel.send((UNFORKED, number, str(error)))
             return
         if not pid:
             try:
