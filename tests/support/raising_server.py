@@ -61,7 +61,7 @@ def _patch_frames() -> None:
 
 def _patch_submit() -> None:
     def submit(self: Any, draft: Any, token_ids: Any, *rest: Any, **more: Any) -> None:
-        fail(draft.tokenize.__closure__[0].cell_contents, list(token_ids), draft)
+        fail(draft.prompt, list(token_ids), draft)
 
     Backend.submit = submit  # type: ignore[method-assign,assignment]
 
