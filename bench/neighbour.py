@@ -117,7 +117,8 @@ async def observe(address: str) -> Observed:
             group.create_task(arrivals(stream, into))
         await asyncio.sleep(LEAD_S)
         begin = time.perf_counter()
-        end, tokens, asked = begin + WINDOW_S, [], []
+        end, asked = begin + WINDOW_S, []
+        tokens: list[tuple[float, int]] = []
         for number in range(int(WINDOW_S / URGENT_EVERY_S)):
             await asyncio.sleep(begin + number * URGENT_EVERY_S - time.perf_counter())
             asked.append(group.create_task(urgent(session, tokens)))
@@ -146,9 +147,8 @@ def measure_round(addresses: dict[int, str], loops: int, turn: int) -> Round:
 
 def ratio(rounds: list[Round], field: str, over: str, under: str) -> float:
     """Median over rounds of one observation over another."""
-    return statistics.median(
-        getattr(found[over], field) / max(1e-9, getattr(found[under], field)) for found in rounds
-    )
+    seen = [(getattr(found[over], field), getattr(found[under], field)) for found in rounds]
+    return float(statistics.median(above / max(1e-9, below) for above, below in seen))
 
 
 def figures_of(rounds: list[Round], loops: int) -> dict[str, Any]:

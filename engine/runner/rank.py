@@ -50,7 +50,7 @@ class RankOptions:
         kernels: implementation of the operations; None = the process's choice.
         batch_invariant: a row's bits must not depend on its neighbours.
         device: ``cpu`` or ``cuda``.
-        num_threads: threads of one operation, on a CPU; None = as many as may run at once, shared by the ranks.
+        num_threads: threads of one operation, on a CPU; None = as many as may run at once, by ranks.
         block_size: tokens of a block.
         kv_bytes: KV pool of one rank; None = chosen here.
         kv_share: of the device's memory that weights and the largest step leave, what the pool gets.

@@ -1,4 +1,4 @@
-"""How many threads a process gets by itself: never more than cores it may use, or its control groups grant."""
+"""How many threads a process gets by itself: no more than cores it may use, or its control groups grant."""
 
 import os
 
