@@ -103,6 +103,12 @@ PARTS = (
         "served against bare model; time to ready, memory",
     ),
     Part(
+        "neighbour",
+        ("bench/neighbour.py",),
+        "bench-neighbour.json",
+        "one thread and two beside a busy process",
+    ),
+    Part(
         "grpc",
         ("bench/grpc_cost.py", "--rounds", "2"),
         "bench-grpc-asyncio.json",

@@ -140,7 +140,7 @@ class EngineSection(BaseModel):
         runner_max_restarts: restarts in a row, without a step between them, after which the server ends.
         pipeline_depth: steps that are planned ahead of the one being computed: 0, or 1, which hides the
             time that planning and delivery take, and lets commands take effect one step later.
-        threads: threads a step may use; None = one per physical core.
+        threads: threads a step may use; None = one per physical core that it may use.
         kernels: implementation of the operations; ``auto`` = the quickest that can be had here.
         batch_invariant: a row's bits must not depend on its neighbours; costs speed, on a card alone.
         device: where they compute; ``auto`` = a card, where there is one and the kernels can use it.

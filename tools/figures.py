@@ -151,6 +151,27 @@ def serve(figures: dict[str, Any]) -> str:
     return table(("", *(f"{n} thread" + "s" * (n > 1) for n in threads)), rows)
 
 
+def neighbour(figures: dict[str, Any]) -> str:
+    """One thread and two, quiet and beside a busy process."""
+    rows = [
+        (
+            f"{name.split()[0]}, {name.split()[1]}",
+            f"{seen['tokens_per_s']:.0f}",
+            f"{seen['ttft_s']:.2f} s",
+            f"{seen['stall_s']:.2f} s",
+        )
+        for name, seen in figures["medians"].items()
+    ]
+    shown = table(("threads, machine", "tokens/s", "urgent TTFT", "longest stall of a batch stream"), rows)
+    return (
+        f"{shown}\nTokens/s of two threads over one's, median of rounds: quiet "
+        f"{figures['tokens_per_s_two_over_one_quiet']:.2f}, "
+        f"busy {figures['tokens_per_s_two_over_one_busy']:.2f}. "
+        f"Urgent TTFT, busy over quiet: two threads {figures['ttft_two_busy_over_quiet']:.2f}, "
+        f"one thread {figures['ttft_one_busy_over_quiet']:.2f}.\n"
+    )
+
+
 def grpc(figures: dict[str, Any]) -> str:
     """CPU of a token's way out."""
     rows = []
@@ -173,6 +194,7 @@ TITLES = {
     "demo": ("The demo", demo),
     "model": ("A step of the default model beside transformers", model),
     "serve": ("Served against the bare model", serve),
+    "neighbour": ("One thread and two beside a busy process", neighbour),
     "grpc": ("A token's way out", grpc),
     "classes": ("Latency by class through gRPC, the default model on four seats, overloaded", classes),
     "static": ("Continuous against static batches", static),

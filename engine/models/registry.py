@@ -218,7 +218,7 @@ def load_model(
         revision: branch, tag or commit on the hub; None = its default.
         offline: do not ask the hub.
         adapters: folders of LoRA adapters in PEFT's format, by name.
-        num_threads: threads of one operation; None leaves torch's choice.
+        num_threads: threads of one operation; None = as many as may run at once.
         kv_bytes: size of the KV pool; None for half of the free memory, at most 4 GiB.
         num_blocks: size of the KV pool in blocks; wins over ``kv_bytes``.
         block_size: tokens of a block.
@@ -357,12 +357,11 @@ def _on_cpu(
     grammar_limits: GrammarLimits | None,
 ) -> "tuple[TorchModel | DeviceModel, str]":
     """The whole model in this process, and how its matrices are kept."""
-    import torch
-
     from engine.models.adapters import load_adapters
     from engine.models.decoder import Decoder, StepDecoder
     from engine.models.loader import load_weights
     from engine.models.transformers_decoder import TransformersDecoder
+    from engine.runner.cores import default_threads
     from engine.runner.grammars.model_masks import masks_of
     from engine.runner.torch_runner import TorchModel
     from kernels import registry as implementations
@@ -380,7 +379,7 @@ def _on_cpu(
     else:
         decoder = other = TransformersDecoder(folder, config, weights, info.context_tokens)
         modules, weight_type, config = "transformers' modules", other.weight_type, other.config
-    threads = torch.get_num_threads() if num_threads is None else num_threads
+    threads = default_threads() if num_threads is None else num_threads
     kernels = f"{implementations.active_name()} kernels with {weight_type} weights, threads {threads}"
     info = dataclasses.replace(info, computed_by=f"{modules}, {kernels}")
     layout = KvLayout(config.num_layers, config.num_kv_heads, config.head_dim)
@@ -388,7 +387,7 @@ def _on_cpu(
         num_blocks = num_blocks_for(default_bytes() if kv_bytes is None else kv_bytes, layout, block_size)
     pool = KvPool(layout, num_blocks, block_size)
     masks = masks_of(info, folder, grammar_limits)
-    return TorchModel(info, decoder, pool, num_threads=num_threads, masks=masks), weight_type
+    return TorchModel(info, decoder, pool, num_threads=threads, masks=masks), weight_type
 
 
 def _convert(path: Path, cache_dir: Path | None) -> Path:

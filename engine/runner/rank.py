@@ -14,6 +14,7 @@ from engine.models.decoder import Decoder
 from engine.models.errors import ModelLoadError, UnsupportedModel
 from engine.models.loader import load_weights
 from engine.models.sharding import Peers, Shard
+from engine.runner.cores import default_threads
 from engine.runner.executor import StepExecutor
 from engine.runner.graphs import CudaGraphs
 from engine.runner.memory import DeviceMemory
@@ -49,7 +50,7 @@ class RankOptions:
         kernels: implementation of the operations; None = the process's choice.
         batch_invariant: a row's bits must not depend on its neighbours.
         device: ``cpu`` or ``cuda``.
-        num_threads: threads of one operation, on a CPU; None = torch's choice, shared by the ranks.
+        num_threads: threads of one operation, on a CPU; None = as many as may run at once, by ranks.
         block_size: tokens of a block.
         kv_bytes: KV pool of one rank; None = chosen here.
         kv_share: of the device's memory that weights and the largest step leave, what the pool gets.
@@ -97,7 +98,7 @@ class Rank:
             registry.use(options.kernels)
         ops.set_batch_invariant(options.batch_invariant)
         #: Threads of one operation, on a CPU.
-        self.num_threads = options.num_threads or max(1, torch.get_num_threads() // shard.size)
+        self.num_threads = options.num_threads or max(1, default_threads() // shard.size)
         whole = DecoderConfig.from_folder(options.folder)
         if whole.moe is not None and self.device.type == "cuda":  # graphs can't hold what rows choose
             raise UnsupportedModel("architecture on a card", "without experts", whole.architecture)

@@ -17,6 +17,7 @@ from engine.models.decoder import StepDecoder
 from engine.request import Request, RequestId, RequestSpec
 from engine.runner.base import ModelInfo, PoolShape
 from engine.runner.batch import Batch, build_batch, with_masks
+from engine.runner.cores import default_threads
 from engine.runner.grammars import constraint
 from engine.runner.grammars.masks import Masks
 from engine.runner.logprobs import prompt_logprobs, sampled_logprobs, score, wanted_rows
@@ -41,7 +42,7 @@ class TorchModel:
         info: what is served.
         decoder: the model.
         pool: its KV pool, on the decoder's device.
-        num_threads: threads of one operation; None leaves torch's choice.
+        num_threads: threads of one operation; None = as many as may run at once.
         masks: compiles and follows what outputs must match; None = nobody may ask for that.
     """
 
@@ -57,7 +58,7 @@ class TorchModel:
         self._info = info
         self._decoder = decoder
         self._kv = pool
-        self._num_threads = torch.get_num_threads() if num_threads is None else num_threads
+        self._num_threads = default_threads() if num_threads is None else num_threads
         self.masks = masks
 
     @property
