@@ -74,6 +74,4 @@ def _check(path: Path, found: os.stat_result, *, may_be_sticky: bool) -> None:
     is_sticky = may_be_sticky and bool(found.st_mode & stat.S_ISVTX)
     if found.st_mode & _WRITABLE_BY_OTHERS and not is_sticky:
         mode = stat.S_IMODE(found.st_mode)
-        raise UntrustedPath(
-            f"{path} must be writable by its owner alone (chmod go-w), its mode is {mode:04o}"
-        )
+        raise UntrustedPath(f"{path} must be writable by its owner alone (go-w), its mode is {mode:04o}")

@@ -40,9 +40,7 @@ def test_a_library_below_a_folder_that_others_may_write_is_refused(mode, which, 
         pytest.skip("a sticky parent is in order")
     (cache / which).chmod(mode)
 
-    with pytest.raises(
-        CpuKernelsUnavailable, match=r"cannot be used: .* must be writable by its owner alone"
-    ):
+    with pytest.raises(CpuKernelsUnavailable, match=r"cannot be used: .* writable by its owner alone"):
         cpu_build.library()
 
 
