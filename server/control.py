@@ -196,7 +196,7 @@ class ControlService:
         """Where the time of a request went, by the server's id or the client's.
 
         Raises:
-            InvalidRequest: no id.
+            InvalidRequest: no id, or a client's that several tenants used.
             UnknownRequest: it never was, or ended too long ago.
         """
         if not request.id:
