@@ -5,6 +5,7 @@ Server and Temporal). A class is a named range of levels. This module knows
 neither requests nor the wire.
 """
 
+import re
 from dataclasses import dataclass
 
 from engine.errors import InvalidRequest
@@ -12,6 +13,8 @@ from engine.errors import InvalidRequest
 LEVEL_MIN = -100
 LEVEL_MAX = 100
 DEFAULT_LEVEL = 0
+#: A level as it is written: no other digits or spaces, which ``int`` would take.
+_NUMBER = re.compile(r"[+-]?[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,6 @@ def parse_level(text: str, *, field: str) -> int:
     Raises:
         InvalidRequest: neither an integer in range nor a known class name.
     """
-    try:
-        level = int(text)
-    except ValueError:
+    if not _NUMBER.fullmatch(text):
         return level_named(text, field=field)
-    return check_level(level, field=field)
+    return check_level(int(text), field=field)

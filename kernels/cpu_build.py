@@ -4,7 +4,8 @@ A library is named by its source and flags and by the compiler's version, and en
 with a digest of itself: a damaged one is built again, not loaded. One process
 builds, others wait for it; a library appears complete or not at all. Where there
 is no compiler, one that another has built will do, so that an image need not
-carry one. Knows nothing of what the library computes.
+carry one. A library or a folder that another user may write is refused. Knows nothing of
+what the library computes.
 """
 
 import ctypes
@@ -17,6 +18,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+
+from kernels import private_folder
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 #: What the source includes, put into the place of the line that says so: what is compiled is one file.
@@ -32,6 +35,7 @@ COMPILERS = ("g++", "c++", "clang++")
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _MESSAGE_LINES = 5
+_MODE = 0o755
 
 
 class CpuKernelsUnavailable(RuntimeError):
@@ -75,13 +79,20 @@ def library(target_name: str | None = None) -> Path:
 
     Raises:
         CpuKernelsUnavailable: the processor has no AVX2, there is no compiler, it
-            fails, or the cache cannot be written.
+            fails, or the cache cannot be written, or others may write it.
     """
     target = TARGETS.get(target_name or capability())
     if target is None:
         raise CpuKernelsUnavailable("the processor has no AVX2")
     flags = (*FLAGS, *target)
-    folder, name = cache_folder(), f"cpu-{_key(_source(), *flags)}"
+    name = f"cpu-{_key(_source(), *flags)}"
+    try:
+        return _library(private_folder.checked(cache_folder()), name, flags)
+    except OSError as error:
+        raise CpuKernelsUnavailable(f"cache folder {cache_folder()} cannot be used: {error}") from error
+
+
+def _library(folder: Path, name: str, flags: tuple[str, ...]) -> Path:
     compiler = _compiler()
     if compiler is None:
         for path in sorted(folder.glob(f"{name}-*.so")):
@@ -92,14 +103,11 @@ def library(target_name: str | None = None) -> Path:
     path = folder / f"{name}-{_key(_compiler_version(compiler))}.so"
     if _is_sound(path):
         return path
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process at the latest
-            if not _is_sound(path):  # nobody built it while we waited
-                _build(compiler, flags, path)
-    except OSError as error:
-        raise CpuKernelsUnavailable(f"cache folder {folder} cannot be used: {error}") from error
+    private_folder.made(folder)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # ends with the process at the latest
+        if not _is_sound(path):  # nobody built it while we waited
+            _build(compiler, flags, path)
     return path
 
 
@@ -114,6 +122,7 @@ def _build(compiler: str, flags: tuple[str, ...], path: Path) -> None:
             said = " | ".join(done.stderr.strip().splitlines()[-_MESSAGE_LINES:])
             raise CpuKernelsUnavailable(f"{compiler} failed with status {done.returncode}: {said}")
         _seal(built)
+        built.chmod(_MODE)
         built.replace(path)
 
 
@@ -127,8 +136,16 @@ def _seal(path: Path) -> None:
 
 
 def _is_sound(path: Path) -> bool:
+    """Whether it is there and whole.
+
+    Raises:
+        UntrustedPath: others may have written it, so its digest says nothing.
+    """
     try:
+        private_folder.check_file(path)
         content = path.read_bytes()
+    except private_folder.UntrustedPath:
+        raise
     except OSError:
         return False
     return hashlib.sha256(content[:-_DIGEST_BYTES]).digest() == content[-_DIGEST_BYTES:]

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from server import standard_files
+
 if TYPE_CHECKING:
     from server.settings import Loaded
 
@@ -224,6 +226,7 @@ def serve(
     log_level: LogLevelOption = None,
 ) -> None:
     """Serve a model until SIGTERM."""
+    standard_files.open_closed()
     loaded = _load_settings(
         config,
         {

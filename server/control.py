@@ -1,6 +1,7 @@
 """ControlService: what operators see and steer. Sees every tenant; the guard lets operators in alone."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,7 @@ from vorrang.v1 import control_pb2 as pb
 SERVICE = "vorrang.v1.ControlService"
 DEFAULT_PAGE_SIZE, MAX_PAGE_SIZE = 100, 1000
 MAX_DRAIN_GRACE_S = 3600.0
+_PAGE_TOKEN = re.compile(r"(-?[0-9]{1,3}):([0-9]{1,19})", re.ASCII)
 
 _STATES = {
     RequestStatus.WAITING: pb.REQUEST_STATE_WAITING,
@@ -194,7 +196,7 @@ class ControlService:
         """Where the time of a request went, by the server's id or the client's.
 
         Raises:
-            InvalidRequest: no id.
+            InvalidRequest: no id, or a client's that several tenants used.
             UnknownRequest: it never was, or ended too long ago.
         """
         if not request.id:
@@ -248,11 +250,10 @@ class ControlService:
 
 
 def _place_of(page_token: str) -> tuple[int, int]:
-    level, _, arrival = page_token.partition(":")
-    try:
-        return int(level), int(arrival)
-    except ValueError:
-        raise InvalidRequest("page_token", "must come from an earlier answer", page_token) from None
+    match = _PAGE_TOKEN.fullmatch(page_token)
+    if match is None:
+        raise InvalidRequest("page_token", "must come from an earlier answer", page_token)
+    return int(match[1]), int(match[2])
 
 
 def _decision(watched: Watched, *, with_happenings: bool) -> pb.WatchDecisionsResponse:

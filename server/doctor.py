@@ -118,6 +118,11 @@ def _kernels() -> str:
 
 def _cache_folder() -> str:
     from engine.models.registry import default_cache_dir
+    from kernels import private_folder
 
     folder = default_cache_dir()
+    try:
+        private_folder.checked(folder)
+    except OSError as error:
+        return f"{folder} cannot be used: {error}"
     return f"{folder}{'' if folder.is_dir() else ' (not there yet)'}"

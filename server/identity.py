@@ -16,7 +16,7 @@ from server.sections import TenantSection
 
 AUTHORIZATION_KEY = "authorization"
 HASH_PREFIX = "sha256:"
-_BEARER = re.compile(r"[Bb]earer +([!-~]{1,4096})", re.ASCII)
+_BEARER = re.compile(r"(?i:bearer) +([!-~]{1,4096})", re.ASCII)
 
 #: As grpc's ``auth_context`` gives it.
 AuthContext = Mapping[str, Sequence[bytes]]

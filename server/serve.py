@@ -14,7 +14,7 @@ import structlog
 from engine import descriptors
 from engine.errors import VorrangError
 from engine.failure import on_loop_failure
-from server import event_loop
+from server import event_loop, standard_files
 from server import log as logs
 from server.app import END_S_MAX, App, EngineDied, Ready
 from server.load import load
@@ -27,7 +27,7 @@ log = structlog.get_logger("vorrang.server")
 
 
 def serve(settings: Settings, on_failure: Callable[[str], NoReturn]) -> None:
-    """Serve until SIGTERM or SIGINT.
+    """Serve until SIGTERM, SIGINT, SIGHUP or SIGQUIT; the second one means now.
 
     Args:
         settings: all of them.
@@ -57,22 +57,36 @@ async def _serve(settings: Settings) -> None:
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(on_loop_failure)
 
+    is_draining = False
+
     def draining(grace_s: float) -> None:
+        nonlocal is_draining
+        is_draining = True
         # A step that never ends can't be interrupted in this process: then the process itself must end.
         backstop = threading.Timer(grace_s + 4 * END_S_MAX, os._exit, (EXIT_ENGINE_DIED,))
         backstop.daemon = True
         backstop.start()
 
     app.on_drain = draining
-    for number in (signal.SIGTERM, signal.SIGINT):
+    numbers = _signals()
+    for number in numbers:
         loop.add_signal_handler(number, app.stop)
     try:
         await app.run(_say_ready)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in numbers:
             loop.remove_signal_handler(number)
+            if is_draining:  # what is left takes a moment, and must not end as killed
+                signal.signal(number, signal.SIG_IGN)
     log.info("server.stopped")
 
 
+def _signals() -> list[signal.Signals]:
+    """Those that drain: told to end, or losing the terminal, unless that is ignored already (``nohup``)."""
+    from_terminal = (signal.SIGHUP, signal.SIGQUIT)
+    heard = [number for number in from_terminal if signal.getsignal(number) is not signal.SIG_IGN]
+    return [signal.SIGTERM, signal.SIGINT, *heard]
+
+
 def _say_ready(ready: Ready) -> None:
-    print(ready, flush=True)  # noqa: T201
+    standard_files.say(ready)

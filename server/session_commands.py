@@ -156,7 +156,7 @@ class SessionCommands:
         opened = gen.OpenedEvent(
             session_token=self._record.token if can_resume else "",
             limits=limits,
-            default_level=self._level(None),
+            default_level=self._backend.allowed_level(self._level(None)),
             default_credit_tokens=self._default_credit_tokens,
             policy=engine.config.policy,
             server_version=server_version(),

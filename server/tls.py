@@ -6,6 +6,7 @@ renewal may write them one after the other.
 """
 
 import ssl
+import stat
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,8 @@ from server.settings import SettingsError
 
 #: Milliseconds in which changes of several files count as one.
 DEBOUNCE_MS = 200
+#: A group may read a key, as orchestrators mount secrets for one.
+_TOO_OPEN = stat.S_IROTH | stat.S_IWOTH | stat.S_IWGRP
 
 log = structlog.get_logger("vorrang.server")
 
@@ -70,6 +73,7 @@ class TlsFiles:
         except (OSError, ValueError) as error:
             raise SettingsError(f"tls: {error}") from None
         self.configuration = self._configuration(self._content)
+        self._warn_of_readers()
 
     @property
     def requires_client_certificate(self) -> bool:
@@ -111,8 +115,19 @@ class TlsFiles:
         self._content = content
         self.configuration = self._configuration(content)
         self.version += 1
+        self._warn_of_readers()
         log.info("tls.reloaded", certificate=str(self._certificate))
         return True
+
+    def _warn_of_readers(self) -> None:
+        """Say so where more than the key's owner and group may read it, or more than its owner write it."""
+        try:
+            mode = self._private_key.stat().st_mode
+        except OSError:  # it is being replaced
+            return
+        if mode & _TOO_OPEN:
+            shown = f"{stat.S_IMODE(mode):04o}"
+            log.warning("tls.key_open_to_others", private_key=str(self._private_key), mode=shown)
 
     def _read(self) -> tuple[bytes, bytes, bytes | None]:
         """What the files hold.

@@ -23,11 +23,13 @@ async def explain(client: VorrangClient, request_id: str, *, timeout_s: float = 
 
     Args:
         client: of an operator, connected to where ControlService is.
-        request_id: the server's, or the client's, which stands for the last request that had it.
+        request_id: the server's, or the client's, which stands for the last request of the one tenant that
+            used it.
         timeout_s: longest wait for the answer.
 
     Raises:
         RequestFailed: the server knows no such request (``reason`` UNKNOWN_REQUEST).
+        InvalidRequest: requests of several tenants have this client's id; the message names them.
         AccessDenied: the caller is no operator.
         ConnectionLost: the server can't be reached.
     """

@@ -191,6 +191,11 @@ class Life:
         return self._first_token_at is not None
 
     @property
+    def tenant(self) -> str:
+        """Whose it is."""
+        return self._tenant
+
+    @property
     def client_id(self) -> str:
         """The id its client chose; may be empty."""
         return self._client_id

@@ -12,6 +12,7 @@ to a number of them.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 
+from engine.errors import InvalidRequest
 from engine.events import (
     Failed,
     Finished,
@@ -30,6 +31,9 @@ from engine.scheduler.decisions import Applied, Committed, Decision, Origin, Pla
 from engine.scheduler.draft import Gate
 from timeline.account import WAITING, Account, Loss, Neighbour
 
+#: Tenants that an error names.
+_MAX_NAMED = 8
+
 
 class LifeRecorder:
     """Keeps lives, and gives account of them.
@@ -45,7 +49,8 @@ class LifeRecorder:
         self._max_ended = max_ended
         self._alive: dict[RequestId, Life] = {}
         self._ended: OrderedDict[RequestId, Life] = OrderedDict()
-        self._by_client_id: dict[str, RequestId] = {}
+        #: The last request of each tenant that had the id.
+        self._by_client_id: dict[str, dict[str, RequestId]] = {}
         self._clock = StepClock()
         self._num_arrivals = 0
         #: Who was given a seat, the last ones, and how many in all.
@@ -100,7 +105,7 @@ class LifeRecorder:
         if life is not None:
             life.named(client_id, num_ahead, received_at)
             if client_id:
-                self._by_client_id[client_id] = request_id
+                self._by_client_id.setdefault(client_id, {})[life.tenant] = request_id
 
     def parking(self, request_id: RequestId, why: str) -> None:
         """Why a request is about to be parked, one of ``timeline.account.PARKINGS``."""
@@ -117,11 +122,17 @@ class LifeRecorder:
     # What it tells.
 
     def account(self, request_id: str, now: float, *, by_client_id: bool = True) -> Account | None:
-        """The life of a request by the server's id or the client's; None when it is not known."""
-        known = RequestId(request_id)
-        life = self._find(known)
+        """The life of a request by the server's id or the client's; None when it is not known.
+
+        Raises:
+            InvalidRequest: it is a client's id, and requests of several tenants have it.
+        """
+        life = self._find(RequestId(request_id))
         if life is None and by_client_id and request_id in self._by_client_id:
-            life = self._find(self._by_client_id[request_id])
+            by_tenant = self._by_client_id[request_id]
+            if len(by_tenant) > 1:
+                raise InvalidRequest("id", _several(by_tenant), request_id)
+            life = self._find(next(iter(by_tenant.values())))
         return None if life is None else life.account(self._clock.read(now))
 
     @property
@@ -135,7 +146,8 @@ class LifeRecorder:
         for life in self._alive.values():
             assert life.is_seated == (life.request_id in self._seated)
             assert not (life.is_seated and life.phase in (*WAITING, "parked"))
-        for request_id in (*self._seated, *self._watched, *self._by_client_id.values()):
+        named = [one for by_tenant in self._by_client_id.values() for one in by_tenant.values()]
+        for request_id in (*self._seated, *self._watched, *named):
             assert self._find(request_id) is not None
 
     # What it makes of it.
@@ -317,8 +329,18 @@ class LifeRecorder:
         self._ended[life.request_id] = life
         while len(self._ended) > self._max_ended:
             _, oldest = self._ended.popitem(last=False)
-            if self._by_client_id.get(oldest.client_id) == oldest.request_id:
-                del self._by_client_id[oldest.client_id]
+            by_tenant = self._by_client_id.get(oldest.client_id, {})
+            if by_tenant.get(oldest.tenant) == oldest.request_id:
+                del by_tenant[oldest.tenant]
+                if not by_tenant:
+                    del self._by_client_id[oldest.client_id]
+
+
+def _several(by_tenant: Mapping[str, RequestId]) -> str:
+    """The rule that an id breaks which several tenants used; names the first of them."""
+    named = [f"{tenant!r} ({by_tenant[tenant]})" for tenant in sorted(by_tenant)]
+    more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    return f"must be the server's id, as tenants {', '.join(named[:_MAX_NAMED])}{more} used this one"
 
 
 def _first(lives: Iterable[Life], number: int) -> list[Life]:

@@ -48,6 +48,9 @@ _NEUTRAL: Mapping[str, tuple[str, tuple[object, ...]]] = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
 _TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
 
+#: What norms and attention can square in float32.
+_LARGEST = math.sqrt(torch.finfo(torch.float32).max)
+
 #: The name of a projection, the part of it that is taken, and the site it belongs to.
 _Pieces = dict[str, list[tuple[str, Part]]]
 
@@ -192,6 +195,8 @@ class _Reader:
                 lacking = "A" if a is None else "B"
                 raise InvalidCheckpoint(f"tensor model.layers.{layer}.{module}.lora_{lacking} is missing")
             found.append(None if a is None or b is None else (a, part.of_bias(b) * self._scale))
+            if a is not None and b is not None:
+                self._check_finite(f"model.layers.{layer}.{module}", a, b)
         for module, _ in pieces:
             self._tensors.pop((layer, module, "A"), None)
             self._tensors.pop((layer, module, "B"), None)
@@ -207,6 +212,15 @@ class _Reader:
                 left += self._rank
             top += height
         return LowRank(ops.pack_linear(torch.cat(below), "fp32"), ops.pack_linear(beside, "fp32"))
+
+    def _check_finite(self, name: str, a: Tensor, b: Tensor) -> None:
+        """Bound what comes of inputs of 1, at every stage; sums of magnitudes need no product of A and B."""
+        inner = a.abs().sum(dim=1, dtype=torch.float64)
+        outer = b.abs().double() * self._scale
+        largest = torch.stack([inner.max(), outer.max(), (outer @ inner).max()])
+        if not bool((largest <= _LARGEST).all()):
+            rule = f"must add at most {_LARGEST:.1e} to an output for inputs of 1, whose square is finite"
+            raise InvalidCheckpoint(f"tensors {name}.lora_A and lora_B, scaled by {self._scale:g}, {rule}")
 
     def _matrix(self, layer: int, module: str, which: str, shape: tuple[int, int]) -> Tensor | None:
         tensor = self._tensors.get((layer, module, which))

@@ -72,4 +72,4 @@ class UnsupportedAdapter(ModelLoadError):
 
 
 class CacheUnusable(ModelLoadError):
-    """The folder for converted models cannot be written."""
+    """The folder for converted models cannot be written, or others may write it."""

@@ -24,6 +24,7 @@ from engine.models.errors import CacheUnusable, InvalidCheckpoint, ModelNotFound
 from engine.models.gguf_config import GgufTensor, config_of, family_of, tensors_of
 from engine.models.gguf_tokenizer import write_tokenizer
 from engine.models.progress import progress
+from kernels import private_folder
 
 #: Part of the cache key; raise it whenever the content of a converted folder changes.
 FORMAT_VERSION = 2
@@ -46,23 +47,31 @@ def converted_folder(path: Path, cache_dir: Path) -> Path:
         ModelNotFound: there is no such file.
         InvalidCheckpoint: the file is damaged or lacks something.
         UnsupportedModel: another architecture, rope scaling or tokenizer.
-        CacheUnusable: ``cache_dir`` cannot be written.
+        CacheUnusable: ``cache_dir`` cannot be written, or others may write it.
     """
-    folder = cache_dir / "models" / f"{path.stem}-{_key(path)}"
-    if folder.is_dir():
-        return folder
+    name = f"{path.stem}-{_key(path)}"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.with_name(folder.name + ".lock")):
-            if not folder.is_dir():
-                partial = folder.with_name(f".{folder.name}.partial")
-                shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
-                partial.mkdir()
-                convert(path, partial)
-                partial.rename(folder)
+        folder = private_folder.checked(cache_dir / "models" / name)
+        if not folder.is_dir():
+            _convert_once(path, private_folder.made(cache_dir / "models") / name)
+        for file in folder.iterdir():
+            private_folder.check_file(file)
     except OSError as error:
         raise CacheUnusable(f"cache folder {cache_dir} cannot be used: {error}") from error
     return folder
+
+
+def _convert_once(path: Path, folder: Path) -> None:
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():
+            return
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
+        partial.mkdir(mode=0o700)
+        convert(path, partial)
+        for file in partial.iterdir():
+            file.chmod(0o600)
+        partial.rename(folder)
 
 
 def convert(path: Path, folder: Path) -> None:

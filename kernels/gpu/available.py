@@ -5,7 +5,11 @@ meets the error below without either.
 """
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from kernels import private_folder
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +43,26 @@ def device() -> "torch.device":
         return torch.device("cpu")
     if not torch.cuda.is_available():  # true for ROCm builds of torch as well
         raise TritonKernelsUnavailable("kernels triton needs a GPU, and torch finds none")
+    _check_cache()
     return torch.device("cuda")
+
+
+def _check_cache() -> None:
+    """Triton runs what it finds in its cache; a folder that can't be made is Triton's own to report.
+
+    Raises:
+        TritonKernelsUnavailable: others may write there.
+    """
+    home = Path(os.environ.get("TRITON_HOME") or Path.home())
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or home / ".triton" / "cache")
+    try:
+        private_folder.made(folder)
+    except private_folder.UntrustedPath as error:
+        raise TritonKernelsUnavailable(
+            f"kernels triton: cache folder {folder} cannot be used: {error}"
+        ) from error
+    except OSError:
+        return
 
 
 def description() -> str:

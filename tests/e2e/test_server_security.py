@@ -11,16 +11,18 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
+import structlog
 import trustme
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from server.identity import hash_of
-from server.settings import SettingsError
+from server.settings import SettingsError, load
+from server.tls import TlsFiles
 from tests.support.certificates import Certificates, certificates
 from tests.support.process import ROOT, environment
 from tests.support.server import HeldRunner, running_server
-from tests.support.wire import open_session, reason_in, refused, settled, spec, stub
+from tests.support.wire import WireSession, open_session, reason_in, refused, settled, spec, stub
 from vorrang.v1 import control_pb2, control_pb2_grpc
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
@@ -127,6 +129,28 @@ async def test_a_new_certificate_is_served_without_a_restart_and_old_connections
         async with secure(app.address, files.client()) as channel:
             await unavailable(channel)
         assert len((await generate(old)).token_ids) == 2
+
+
+@pytest.mark.parametrize(("mode", "warned"), [(0o644, 1), (0o602, 1), (0o620, 1), (0o600, 0), (0o640, 0)])
+async def test_a_key_that_is_open_to_others_is_said_in_one_line(
+    files: Certificates, mode: int, warned: int
+) -> None:
+    (files.folder / "server.key").chmod(mode)
+    section = load(None, {"server.listen": "127.0.0.1:0", **files.settings}).settings.tls
+    with structlog.testing.capture_logs() as logged:
+        TlsFiles(section)
+    assert [entry["mode"] for entry in logged] == [f"{mode:04o}"] * warned
+
+
+async def test_the_default_level_that_a_session_is_told_is_the_one_its_requests_get() -> None:
+    async with running_server(TENANTS) as app, grpc.aio.insecure_channel(app.address) as channel:
+        metadata = (*bearer(ACME), ("x-priority", "-100"))
+        async with WireSession(channel, metadata) as session:
+            opened = await session.open()
+            await session.start("a", spec())
+            accepted = await session.event("accepted", "a")
+            await session.end_of("a")
+        assert (opened.default_level, accepted.level, accepted.requested_level) == (0, 0, -100)
 
 
 async def test_a_half_written_certificate_changes_nothing(files: Certificates) -> None:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from engine.errors import InvalidRequest
 from engine.events import Failed, Finished
 from engine.lives.recorder import LifeRecorder
 from engine.request import RequestId
@@ -103,6 +104,28 @@ def kept(**config):
 
 def parts(account):
     return {(part.phase, part.gate): part.total_s for part in account.parts}
+
+
+def test_a_client_id_of_several_tenants_names_them_instead_of_one_of_their_requests():
+    lives, driver = kept(max_running_requests=4)
+    for name, tenant in (("r1", "acme"), ("r2", "acme"), ("r3", "zeta")):
+        driver.submit(name, 4, max_tokens=2, tenant=tenant)
+        if tenant == "zeta":
+            assert lives.account("mine", driver.now).server_request_id == "r2"  # the last of one tenant
+        lives.named(RequestId(name), "mine", 0, driver.now)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match=r"'acme' \(r2\), 'zeta' \(r3\)") as caught:
+            lives.account("mine", driver.now)
+        assert (caught.value.field, caught.value.value) == ("id", "mine")
+        assert lives.account("r3", driver.now).tenant == "zeta"
+        driver.finish()
+    lives.check_integrity()
+    for name in range(8):  # as many as are kept
+        driver.submit(f"x{name}", 4, max_tokens=2)
+        driver.finish()
+    lives.check_integrity()
+    assert lives.account("mine", driver.now) is None
+    assert not lives._by_client_id
 
 
 def test_a_victim_names_its_beneficiary_what_it_lost_and_how_long_that_took():

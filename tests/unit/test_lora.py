@@ -313,6 +313,15 @@ DAMAGES = {
         lambda f: _tensors(f, lambda t: t[NAME.format("A")].fill_(float("nan"))),
         "must hold finite numbers",
     ),
+    "a product that is not finite": (
+        lambda f: _tensors(f, lambda t: [t[NAME.format(w)].fill_(1e30) for w in "AB"]),
+        r"q_proj.lora_A and lora_B, scaled by .* must add at most 1.8e\+19",
+    ),
+    "a scale that is too large": (lambda f: _config(f, lora_alpha=1e300), r"scaled by .* must add at most"),
+    "an A that overflows before B is zero": (
+        lambda f: _tensors(f, lambda t: (t[NAME.format("A")].fill_(3e38), t[NAME.format("B")].zero_())),
+        "must add at most",
+    ),
     "no floats": (
         lambda f: _tensors(f, lambda t: t.update({NAME.format("A"): torch.zeros(4, 48, dtype=torch.int32)})),
         "must be of a floating point type",

@@ -37,6 +37,7 @@ def test_a_token_names_its_tenant() -> None:
     authenticator = Authenticator(TENANTS)
     assert identify(authenticator, f"Bearer {TOKEN}") == "acme"
     assert identify(authenticator, "bearer its-second-token-is-long-too") == "acme"
+    assert identify(authenticator, f"BEARER {TOKEN}") == identify(authenticator, f"bEaReR {TOKEN}") == "acme"
 
 
 @pytest.mark.parametrize(
