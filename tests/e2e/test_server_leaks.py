@@ -195,8 +195,8 @@ async def test_what_operators_are_given_shows_neither_token_nor_prompt(
     operator = (("authorization", f"Bearer {canaries.OPERATOR_TOKEN}"),)
     async with running_server(settings) as app, grpc.aio.insecure_channel(app.address) as channel:
         served = stub(channel)
-        asked = gen.GenerateRequest(spec=spec(canaries.PROMPT, max_tokens=4, request_id="seen"))
-        await served.Generate(asked, metadata=METADATA[:1])
+        asked = gen.GenerateRequest(spec=spec(canaries.PROMPT, max_tokens=4))
+        await served.Generate(asked, metadata=(METADATA[0], ("x-request-id", "seen")))
         with pytest.raises(grpc.aio.AioRpcError):
             await served.Generate(asked, metadata=(("authorization", f"Bearer {canaries.TOKEN}x"),))
         address = app.metrics_address
@@ -207,7 +207,7 @@ async def test_what_operators_are_given_shows_neither_token_nor_prompt(
         canaries.check(metrics, "the metrics")
         control = control_pb2_grpc.ControlServiceStub(channel)
         explained = await control.ExplainRequest(
-            control_pb2.ExplainRequestRequest(request_id="seen"), metadata=operator
+            control_pb2.ExplainRequestRequest(id="seen"), metadata=operator
         )
         canaries.check(str(explained), "an account of a request")
     spans = exporter.get_finished_spans()
