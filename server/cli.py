@@ -150,7 +150,8 @@ Speculation = Annotated[
     int | None,
     typer.Option(
         "--speculation-tokens",
-        help="Tokens guessed from prompt and output, and verified in the same step; 0 = none.",
+        help="Tokens guessed from prompt and output, and verified in the same step; 0 = none. "
+        "Nothing is guessed for requests with logprobs, a grammar, penalties or banned sequences.",
         rich_help_panel=_MODEL,
     ),
 ]

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_vali
 from engine.priority import LEVEL_MAX, LEVEL_MIN
 from engine.scheduler.config import TenantConfig
 
-FROZEN = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+FROZEN = ConfigDict(extra="forbid", frozen=True, validate_default=True, hide_input_in_errors=True)
 ADDRESS = r"^(\[[0-9A-Fa-f:.]+\]|[^:\[\]/]+):[0-9]{1,5}$"
 TENANT_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
@@ -231,7 +231,7 @@ class TenantSection(BaseModel):
 
     model_config = FROZEN
 
-    token_hashes: tuple[TokenHash, ...] = ()
+    token_hashes: tuple[TokenHash, ...] = Field(default=(), repr=False)
     certificate_subjects: tuple[str, ...] = ()
     anonymous: bool = False
     operator: bool = False
@@ -360,5 +360,5 @@ class TracingSection(BaseModel):
 
     model_config = FROZEN
 
-    otlp_endpoint: str | None = Field(default=None, min_length=1)
+    otlp_endpoint: str | None = Field(default=None, min_length=1, repr=False)
     sample_share: float = Field(default=1.0, ge=0, le=1)

@@ -25,6 +25,7 @@ from pydantic_settings import (
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
+from pydantic_settings.exceptions import SettingsError as UnreadableSource
 
 from engine.errors import VorrangError
 from engine.priority import CLASSES
@@ -90,6 +91,7 @@ class Settings(BaseSettings):
         extra="forbid",
         frozen=True,
         validate_default=True,
+        hide_input_in_errors=True,
     )
 
     server: ServerSection = ServerSection()
@@ -199,6 +201,8 @@ def load(config: Path | None = None, cli: Mapping[str, object] | None = None) ->
         raise SettingsError(_explain(error, origins)) from None
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"the config file {config} can't be read: {error}") from None
+    except UnreadableSource as error:  # it names the setting, and not what it holds
+        raise SettingsError(redacted(str(error))) from None
     except VorrangError as error:
         raise SettingsError(str(error)) from None
     if settings.kv.num_blocks is not None and settings.kv.bytes is not None:

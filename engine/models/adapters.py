@@ -21,7 +21,7 @@ from engine.models.errors import InvalidAdapter, InvalidCheckpoint, UnsupportedA
 from engine.models.loader import Parts
 from engine.models.lora import Adapter, LayerAdapter, LowRank
 from engine.models.sharding import Shard
-from engine.models.values import integer, number, read_json
+from engine.models.values import integer, number, read_json, understood
 from kernels import ops
 
 CONFIG_FILE = "adapter_config.json"
@@ -46,7 +46,7 @@ _NEUTRAL: Mapping[str, tuple[str, tuple[object, ...]]] = {
 }
 #: These change the base's weights when training begins, and what is saved belongs to the changed ones.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d+)\.(.+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.model\.layers\.(\d{1,9})\.(.+)\.lora_([AB])\.weight")
 
 #: What norms and attention can square in float32.
 _LARGEST = math.sqrt(torch.finfo(torch.float32).max)
@@ -74,7 +74,8 @@ def load_adapter(name: str, folder: Path, config: DecoderConfig) -> Adapter:
         UnsupportedAdapter: it is well-formed, and of a kind that this version can't compute.
     """
     try:
-        return _Reader(name, folder, config).read()
+        with understood("what it holds"):
+            return _Reader(name, folder, config).read()
     except InvalidCheckpoint as error:
         raise InvalidAdapter(name, str(folder), str(error)) from error
 
@@ -157,7 +158,7 @@ class _Reader:
             raise InvalidCheckpoint(f"config target_modules must be names, got {targets!r}")
         chosen = settings.get("layers_to_transform")
         is_partial = chosen is not None or settings.get("exclude_modules") is not None
-        for target in targets:
+        for target in dict.fromkeys(targets):
             known, lacking = False, ""
             for layer in range(self._config.num_layers):
                 modules = {module for pieces in self._sites(layer).values() for module, _ in pieces}

@@ -76,7 +76,7 @@ class MappedFile:
                 header: dict[str, Any] = json.loads(file.read(header_bytes))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, OSError, ValueError, RecursionError, MemoryError) as error:
             raise InvalidCheckpoint(f"{path} is no readable safetensors file: {error}") from error
         self._data_start = 8 + header_bytes
         self._entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
@@ -92,7 +92,11 @@ class MappedFile:
         dtype = _DTYPES.get(entry["dtype"])
         begin, end = self._place(name)
         if dtype is None or begin % dtype.itemsize:
-            copied: Tensor = self._checked.get_tensor(name)
+            try:
+                copied: Tensor = self._checked.get_tensor(name)
+            except (SafetensorError, ValueError, AttributeError, RuntimeError) as error:
+                rule = "of a type that can be read"
+                raise InvalidCheckpoint(f"tensor {name} must be {rule}, got {entry['dtype']}") from error
             return copied
         return self._bytes[begin:end].view(dtype).view(entry["shape"])
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from engine.models.errors import InvalidCheckpoint, UnsupportedModel
 from engine.models.families import FAMILIES, Family, QkNorm, TensorNames
 from engine.models.rope import RopeConfig
-from engine.models.values import integer, number, optional_number, read_json, token_ids
+from engine.models.values import integer, number, optional_number, read_json, token_ids, understood
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -21,6 +21,8 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+#: Most layers and most experts of one, most tokens of context: several times what any model has.
+_LAYERS_MAX, _EXPERTS_MAX, _POSITIONS_MAX = 4096, 16_384, 2**24
 _WINDOWED, _FULL = "sliding_attention", "full_attention"
 
 
@@ -50,6 +52,10 @@ class MoeConfig:
             raise InvalidCheckpoint(
                 "config num_experts and the experts' intermediate size must be at least 1, "
                 f"got {self.num_experts} and {self.intermediate_size}"
+            )
+        if self.num_experts > _EXPERTS_MAX:
+            raise InvalidCheckpoint(
+                f"config num_experts must be at most {_EXPERTS_MAX}, got {self.num_experts}"
             )
         if not 1 <= self.experts_per_token <= self.num_experts:
             raise InvalidCheckpoint(
@@ -210,6 +216,11 @@ class DecoderConfig:
             InvalidCheckpoint: a value is missing, of the wrong type, or breaks a rule.
             UnsupportedModel: another architecture, activation or rope scaling.
         """
+        with understood("config"):
+            return cls._from_dict(config, eos_token_ids)
+
+    @classmethod
+    def _from_dict(cls, config: Mapping[str, Any], eos_token_ids: frozenset[int]) -> "DecoderConfig":
         architecture = (config.get("architectures") or [config.get("model_type")])[0]
         if architecture not in FAMILIES:
             raise UnsupportedModel("architecture", " or ".join(FAMILIES), architecture)
@@ -225,11 +236,19 @@ class DecoderConfig:
         has_bias = bool(config.get("attention_bias", False))
         num_q_heads = integer(config, "num_attention_heads")
         hidden_size, num_layers = integer(config, "hidden_size"), integer(config, "num_hidden_layers")
+        if num_layers > _LAYERS_MAX:
+            raise InvalidCheckpoint(
+                f"config num_hidden_layers must be at most {_LAYERS_MAX}, got {num_layers}"
+            )
         head_dim = integer(config, "head_dim", hidden_size // max(num_q_heads, 1))
         rope, local_rope = _ropes(config, head_dim)
         # Transformers' own defaults where a checkpoint leaves a value out.
         longest = max(integer(config, "max_position_embeddings", 2048), rope.stretched_max_positions)
-        root = hidden_size**0.5 if family.scales_embedding else 1.0
+        if longest > _POSITIONS_MAX:
+            raise InvalidCheckpoint(
+                f"config max_position_embeddings must be at most {_POSITIONS_MAX}, got {longest}"
+            )
+        root = max(hidden_size, 0) ** 0.5 if family.scales_embedding else 1.0
         return cls(
             architecture=architecture,
             vocab_size=integer(config, "vocab_size"),

@@ -1,8 +1,15 @@
 """Why a model cannot be served. Met at start, by an operator; never by a request."""
 
+#: Of an error's text: what a file holds may be of any length.
+_TEXT_CHARACTERS = 1000
+
 
 class ModelLoadError(Exception):
-    """Root of everything that keeps a model from being loaded."""
+    """Root of everything that keeps a model from being loaded. Its text is one line of bounded length."""
+
+    def __init__(self, text: str) -> None:
+        line = " ".join(text[: _TEXT_CHARACTERS + 1].splitlines())
+        super().__init__(line if len(line) <= _TEXT_CHARACTERS else f"{line[:_TEXT_CHARACTERS]}...")
 
 
 class ModelNotFound(ModelLoadError):

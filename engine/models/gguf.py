@@ -22,8 +22,10 @@ from numpy.typing import NDArray
 from engine.models.config import DecoderConfig
 from engine.models.errors import CacheUnusable, InvalidCheckpoint, ModelNotFound, UnsupportedModel
 from engine.models.gguf_config import GgufTensor, config_of, family_of, tensors_of
+from engine.models.gguf_header import check_header
 from engine.models.gguf_tokenizer import write_tokenizer
 from engine.models.progress import progress
+from engine.models.values import understood
 from kernels import private_folder
 
 #: Part of the cache key; raise it whenever the content of a converted folder changes.
@@ -81,13 +83,17 @@ def convert(path: Path, folder: Path) -> None:
         InvalidCheckpoint: the file is damaged or lacks something.
         UnsupportedModel: another architecture, rope scaling or tokenizer.
     """
+    check_header(path)
+    with understood(f"GGUF file {path}"):
+        _convert(path, folder)
+
+
+def _convert(path: Path, folder: Path) -> None:
+    """``convert`` for a file whose header is sound; its values may be of any kind."""
     from gguf import GGUFReader
 
-    try:
-        reader = GGUFReader(path)
-        fields = {name: field.contents() for name, field in reader.fields.items()}
-    except (ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
-        raise InvalidCheckpoint(f"{path} is no readable GGUF file") from error
+    reader = GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     factors = {name: _dequantised(tensors.pop(name)).tolist() for name in _ROPE_TENSORS & tensors.keys()}
     config = config_of(fields, factors, tied="output.weight" not in tensors)
@@ -98,7 +104,12 @@ def convert(path: Path, folder: Path) -> None:
     )
     write_tokenizer(fields, folder, max_tokens=config["max_position_embeddings"])
     decoder = DecoderConfig.from_dict(config)
-    plan = list(tensors_of(decoder, permuted=family_of(fields).permuted))
+    num_experts = 1 if decoder.moe is None else decoder.moe.num_experts
+    # One by one: there are no more than the file has tensors for, whatever its metadata say.
+    plan = [
+        _checked(part, tensors, num_experts)
+        for part in tensors_of(decoder, permuted=family_of(fields).permuted)
+    ]
     _write_weights(tensors, plan, decoder.norm_offset, folder / "model.safetensors")
 
 
@@ -115,15 +126,8 @@ def _write_weights(
         raise InvalidCheckpoint(f"tensor {min(extra)} is not part of this architecture")
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     parts: dict[str, list[tuple[GgufTensor, int]]] = {}
-    num_experts = 1 + max(part.expert or 0 for part in plan)
     end = 0
     for part in plan:
-        if part.source not in tensors:
-            raise InvalidCheckpoint(f"tensor {part.source} is missing")
-        wanted = part.shape if part.expert is None else (num_experts, *part.shape)
-        found = tuple(int(size) for size in reversed(tensors[part.source].shape))
-        if found != wanted:
-            raise InvalidCheckpoint(f"tensor {part.source} must have shape {list(wanted)}, got {list(found)}")
         begin, end = end, end + 4 * int(np.prod(part.shape))
         parts.setdefault(part.source, []).append((part, begin))
         header[part.name] = {"dtype": "F32", "shape": list(part.shape), "data_offsets": [begin, end]}
@@ -145,6 +149,17 @@ def _write_weights(
                 file.write(np.ascontiguousarray(own, dtype="<f4").data)
             advance(values.nbytes)
         _flush(file)
+
+
+def _checked(part: GgufTensor, tensors: dict[str, Any], num_experts: int) -> GgufTensor:
+    """The part, if the file has the tensor it belongs to, in its shape."""
+    if part.source not in tensors:
+        raise InvalidCheckpoint(f"tensor {part.source} is missing")
+    wanted = part.shape if part.expert is None else (num_experts, *part.shape)
+    found = tuple(int(size) for size in reversed(tensors[part.source].shape))
+    if found != wanted:
+        raise InvalidCheckpoint(f"tensor {part.source} must have shape {list(wanted)}, got {list(found)}")
+    return part
 
 
 def _dequantised(tensor: Any) -> Float32Array:

@@ -72,7 +72,9 @@ def write_tokenizer(fields: dict[str, Any], folder: Path, *, max_tokens: int) ->
         **named,
     }
     if "tokenizer.chat_template" in fields:
-        config["chat_template"] = fields["tokenizer.chat_template"]
+        template = config["chat_template"] = fields["tokenizer.chat_template"]
+        if not isinstance(template, str):
+            raise InvalidCheckpoint(f"GGUF tokenizer.chat_template must be text, got {template!r}")
     (folder / "tokenizer_config.json").write_text(
         json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8"
     )

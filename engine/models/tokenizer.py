@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 from engine.grammar import shown
 from engine.models.errors import InvalidCheckpoint
 from engine.models.special_text import Guarded, Spellings, guarded_tokens, json_escape, unused_character
-from engine.models.values import read_json
+from engine.models.values import check_size, read_json
 from engine.text import ChatMessage, StreamDecoder
 
 #: Prompt tokens a stream decoder sees, so that the first piece of output is spelt as a continuation.
@@ -26,6 +26,9 @@ CONTEXT_TOKENS = 8
 
 #: A character has at most four bytes, so after as many tokens without text the output is no text.
 PENDING_TOKENS_MAX = 8
+
+#: Of ``tokenizer.json``; those of the largest vocabularies have 40 MB.
+_TOKENIZER_BYTES_MAX = 256 * 2**20
 
 _REPLACEMENT = "\ufffd"
 
@@ -47,6 +50,7 @@ class HfTokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise InvalidCheckpoint(f"tokenizer.json is missing in {folder}")
+        check_size(path, _TOKENIZER_BYTES_MAX)
         try:
             self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises the bare class
@@ -202,7 +206,11 @@ class HfTokenizer:
             if self._chat is None:
                 from transformers import PreTrainedTokenizerFast
 
-                self._chat = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+                try:
+                    self._chat = PreTrainedTokenizerFast.from_pretrained(self.folder, local_files_only=True)
+                except Exception as error:  # theirs are of any kind
+                    what = f"the tokenizer's configuration in {self.folder} can't be used"
+                    raise InvalidCheckpoint(f"{what}: {type(error).__name__}: {error}") from error
             return self._chat
 
 

@@ -81,7 +81,7 @@ class TransformersConfig:
             raise UnsupportedModel("architecture", "a causal language model of transformers", architecture)
         try:
             known = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (ValueError, KeyError, TypeError, OSError) as error:
+        except Exception as error:  # theirs are of any kind
             raise InvalidCheckpoint(f"{folder / 'config.json'} cannot be read: {error}") from error
         if known.get_text_config() is not known:
             raise UnsupportedModel("architecture", "one for text alone", architecture)

@@ -1,25 +1,53 @@
 """Values of a checkpoint's JSON files, each with its type checked."""
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from engine.models.errors import InvalidCheckpoint
+
+#: Of a JSON file; the index of the largest checkpoints has 10 MB.
+JSON_BYTES_MAX = 64 * 2**20
+#: Of an integer: no size of a model is above it, and what is computed of a few of them stays finite.
+INTEGER_MAX = 2**31 - 1
+
+#: What code raises that meets a value of another kind than it was made for.
+_MISFITS = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+@contextlib.contextmanager
+def understood(what: str) -> Iterator[None]:
+    """Whatever a value of the wrong kind breaks inside becomes InvalidCheckpoint, which names ``what``."""
+    try:
+        yield
+    except _MISFITS as error:
+        raise InvalidCheckpoint(f"{what} can't be understood: {type(error).__name__}: {error}") from error
+
+
+def check_size(path: Path, most: int) -> None:
+    """Raise InvalidCheckpoint where a file has more bytes than ``most``."""
+    size = path.stat().st_size
+    if size > most:
+        raise InvalidCheckpoint(f"{path} must have at most {most} bytes, got {size}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        InvalidCheckpoint: the file is missing, no JSON, or no object.
+        InvalidCheckpoint: the file is missing, too large, no JSON, nested too deep, or no object.
     """
     try:
+        check_size(path, JSON_BYTES_MAX)
         content = json.loads(path.read_bytes())
     except FileNotFoundError as error:
         raise InvalidCheckpoint(f"{path.name} is missing in {path.parent}") from error
-    except (OSError, ValueError) as error:
+    except RecursionError:
+        raise InvalidCheckpoint(f"{path} is nested too deep") from None
+    except (OSError, ValueError, MemoryError) as error:
         raise InvalidCheckpoint(f"{path} cannot be read as JSON") from error
     if not isinstance(content, dict):
         raise InvalidCheckpoint(f"{path} must hold a JSON object, got {type(content).__name__}")
@@ -37,6 +65,8 @@ def integer(source: Mapping[str, Any], field: str, default: int | None = None) -
         value = default
     if not isinstance(value, int) or isinstance(value, bool):
         raise InvalidCheckpoint(f"config {field} must be an integer, got {value!r}")
+    if abs(value) > INTEGER_MAX:
+        raise InvalidCheckpoint(f"config {field} must be at most {INTEGER_MAX}, got {value!r}")
     return value
 
 
@@ -88,6 +118,9 @@ def token_ids(value: object) -> frozenset[int]:
 
 
 def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    )
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:  # an integer above all floats
+        return False

@@ -15,13 +15,14 @@ from clients.python.auth import hash_token
 from clients.python.cli import main
 from clients.python.load_lanes import LaneClient
 from server.app import App
+from tests.support import canaries
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import settled
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
-OPERATOR, PLAIN = "o" * 20, "p" * 20
+PLAIN, OPERATOR = canaries.TOKENS
 GUARDED: dict[str, object] = {
     "tenants": {
         "ops": {"token_hashes": [hash_token(OPERATOR)], "operator": True},

@@ -15,6 +15,7 @@ from clients.python.load_report import summarise
 from clients.python.load_state import LoadState
 from clients.python.load_workload import Wish, workload_of
 from server.app import App
+from tests.support import canaries
 from tests.support.process import environment
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import settled
@@ -134,7 +135,7 @@ async def test_a_server_that_dies_and_comes_back_costs_the_requests_meanwhile() 
 async def test_no_server_and_no_right_are_errors_at_the_start() -> None:
     with pytest.raises(ConnectionLost):
         await run_load("127.0.0.1:1", constant(1))
-    guarded: dict[str, object] = {"tenants.a.token_hashes": [hash_token("a" * 20)]}
+    guarded: dict[str, object] = {"tenants.a.token_hashes": [hash_token(canaries.TOKEN)]}
     async with running_server(guarded) as app:
         with pytest.raises(AccessDenied):
             await run_load(app.address, constant(1))
@@ -142,17 +143,17 @@ async def test_no_server_and_no_right_are_errors_at_the_start() -> None:
 
 async def test_each_tenant_has_an_identity_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     guarded: dict[str, object] = {
-        "tenants.a.token_hashes": [hash_token("a" * 20)],
-        "tenants.b.token_hashes": [hash_token("b" * 20)],
+        "tenants.a.token_hashes": [hash_token(canaries.TOKEN)],
+        "tenants.b.token_hashes": [hash_token(canaries.OPERATOR_TOKEN)],
         "tenants.b.max_running_requests": 1,
     }
-    monkeypatch.setenv("VORRANG_TOKEN", "a" * 20)
+    monkeypatch.setenv("VORRANG_TOKEN", canaries.TOKEN)
     runner = HeldRunner(64, 16)
     workload = Workload("two", tuple(Arrival(n, n / 100, 5, 3, tenant="ab"[n % 2]) for n in range(6)))
     seen: set[str] = set()
     async with running_server(guarded, runner=runner) as app:
         runner.hold()
-        options = LoadOptions(tokens={"b": "b" * 20})
+        options = LoadOptions(tokens={"b": canaries.OPERATOR_TOKEN})
         running = asyncio.create_task(run_load(app.address, workload, options))
         await settled(lambda: app.statistics().num_requests == 6)
         seen = tenants_of(app)

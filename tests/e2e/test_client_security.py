@@ -8,6 +8,7 @@ import pytest
 from clients.python import AccessDenied, ConnectionLost, SyncClient, VorrangClient
 from clients.python.auth import hash_token
 from engine.runner.scripted import expected_output
+from tests.support import canaries
 from tests.support.certificates import Certificates, certificates
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.server import running_server
@@ -15,7 +16,7 @@ from tests.support.wire import settled
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
-TOKEN = "acme-token-0123456789"
+TOKEN = canaries.TOKEN
 TENANTS: dict[str, object] = {
     "tenants.acme.token_hashes": [hash_token(TOKEN)],
     "tenants.acme.most_urgent_level": 0,

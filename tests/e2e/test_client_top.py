@@ -17,6 +17,7 @@ from clients.python.errors import AccessDenied
 from clients.python.top_app import TopApp
 from clients.python.top_dialogs import AskPriority, ConfirmCancel
 from server.app import App
+from tests.support import canaries
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import settled
 
@@ -196,11 +197,13 @@ async def test_it_survives_a_server_that_starts_again() -> None:
 
 async def test_who_is_no_operator_is_sent_away() -> None:
     guarded: dict[str, object] = {
-        "tenants": {"ops": {"token_hashes": [hash_token("o" * 20)], "operator": True}}
+        "tenants": {"ops": {"token_hashes": [hash_token(canaries.OPERATOR_TOKEN)], "operator": True}}
     }
     async with (
         running_server(guarded) as server,
-        ControlClient(server.address, metadata=[("authorization", "Bearer " + "o" * 20)]) as operator,
+        ControlClient(
+            server.address, metadata=[("authorization", "Bearer " + canaries.OPERATOR_TOKEN)]
+        ) as operator,
         ControlClient(server.address) as nobody,
     ):
         app = TopApp(nobody, await operator.info(), interval_s=INTERVAL_S)

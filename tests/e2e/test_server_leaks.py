@@ -1,7 +1,9 @@
 """Nothing secret comes out, whatever fails: in every handler, in both forms of the log, in every status."""
 
+import asyncio
 import contextlib
 import json
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,17 @@ from typing import Any
 import grpc.aio
 import pytest
 from google.rpc import error_details_pb2
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+import server.tracing
+from server.identity import hash_of
 from server.log import MAX_LINE_BYTES
 from tests.support import canaries
 from tests.support.process import server_process
 from tests.support.raising_server import SERVICES
-from tests.support.wire import WireSession, reason_in, spec, status_in
+from tests.support.server import running_server
+from tests.support.wire import WireSession, reason_in, spec, status_in, stub
+from vorrang.v1 import control_pb2, control_pb2_grpc
 from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
@@ -169,3 +176,43 @@ def test_the_search_finds_what_was_planted() -> None:
     assert types.Prompt(text=canaries.PROMPT).text in canaries.leaks(canaries.PROMPT)[0]
     with pytest.raises(AssertionError, match="holds a secret"):
         canaries.check(canaries.TOKEN, "x")
+
+
+@pytest.mark.asyncio
+async def test_what_operators_are_given_shows_neither_token_nor_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter, original = InMemorySpanExporter(), server.tracing.RequestSpans
+    monkeypatch.setattr("server.app.RequestSpans", lambda section: original(section, exporter))
+    settings = {
+        "metrics.listen": "127.0.0.1:0",
+        "tracing.otlp_endpoint": canaries.URL,
+        "engine.record_decisions": tmp_path / "decisions",
+        "tenants.acme.token_hashes": [hash_of(canaries.TOKEN)],
+        "tenants.ops.token_hashes": [hash_of(canaries.OPERATOR_TOKEN)],
+        "tenants.ops.operator": True,
+    }
+    operator = (("authorization", f"Bearer {canaries.OPERATOR_TOKEN}"),)
+    async with running_server(settings) as app, grpc.aio.insecure_channel(app.address) as channel:
+        served = stub(channel)
+        asked = gen.GenerateRequest(spec=spec(canaries.PROMPT, max_tokens=4))
+        await served.Generate(asked, metadata=(METADATA[0], ("x-request-id", "seen")))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await served.Generate(asked, metadata=(("authorization", f"Bearer {canaries.TOKEN}x"),))
+        address = app.metrics_address
+        metrics = await asyncio.to_thread(
+            lambda: urllib.request.urlopen(f"http://{address}/metrics", timeout=20).read().decode()
+        )
+        assert "acme" in metrics
+        canaries.check(metrics, "the metrics")
+        control = control_pb2_grpc.ControlServiceStub(channel)
+        explained = await control.ExplainRequest(
+            control_pb2.ExplainRequestRequest(id="seen"), metadata=operator
+        )
+        canaries.check(str(explained), "an account of a request")
+    spans = exporter.get_finished_spans()
+    assert len(spans) == 1
+    canaries.check("".join(span.to_json() for span in spans), "a span")
+    decisions = (tmp_path / "decisions").read_bytes().decode(errors="replace")
+    assert "acme" in decisions
+    canaries.check(decisions, "the decision log")

@@ -22,6 +22,7 @@ from server.metrics import MAX_TENANT_LABELS, OTHER_TENANTS, TABLE, Metrics
 from server.metrics_http import MAX_CONNECTIONS
 from server.sections import TracingSection
 from server.settings import SettingsError
+from tests.support import canaries
 from tests.support.process import server_process
 from tests.support.server import HeldRunner, running_server
 from tests.support.wire import open_session, refused, settled, spec, stub
@@ -52,7 +53,7 @@ async def scrape(app: Any) -> dict[tuple[str, ...], float]:
 
 @pytest.mark.asyncio
 async def test_everything_that_happens_to_requests_is_counted_once() -> None:
-    token = "acme-token-0123456789"
+    token = canaries.TOKEN
     settings = {
         **METRICS,
         "tenants.acme.token_hashes": [hash_of(token)],
@@ -114,7 +115,7 @@ async def test_everything_that_happens_to_requests_is_counted_once() -> None:
 @pytest.mark.asyncio
 async def test_an_empty_queue_is_told_as_zero_rather_than_not_at_all() -> None:
     # An autoscaler takes a series that is not there for a broken one, and scales nothing down.
-    token = "acme-token-0123456789"
+    token = canaries.TOKEN
     settings = {**METRICS, "tenants.acme.token_hashes": [hash_of(token)]}
     async with running_server(settings) as app, grpc.aio.insecure_channel(app.address) as channel:
         before = await scrape(app)

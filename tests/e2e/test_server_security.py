@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server.identity import hash_of
 from server.settings import SettingsError, load
 from server.tls import TlsFiles
+from tests.support import canaries
 from tests.support.certificates import Certificates, certificates
 from tests.support.process import ROOT, environment
 from tests.support.server import HeldRunner, running_server
@@ -29,7 +30,7 @@ from vorrang.v1 import types_pb2 as types
 
 pytestmark = pytest.mark.asyncio
 
-ACME, OPS = "acme-token-0123456789", "operator-token-0123456789"
+ACME, OPS = canaries.TOKENS
 TENANTS: dict[str, object] = {
     "tenants.acme.token_hashes": [hash_of(ACME)],
     "tenants.acme.most_urgent_level": 0,

@@ -8,6 +8,7 @@ import pytest
 
 from engine.runner.scripted import ScriptedTokenizer
 from server.identity import hash_of
+from tests.support import canaries
 from tests.support.process import HANGS_S
 from tests.support.server import running_server
 from tests.support.wire import open_session, reason_in, refused, settled, spec, stub
@@ -15,7 +16,7 @@ from vorrang.v1 import generation_pb2 as gen
 from vorrang.v1 import types_pb2 as types
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(HANGS_S)]
-TOKEN = "a" * 20
+TOKEN = canaries.TOKEN
 DEBTOR = {
     "tenants.a.token_hashes": [hash_of(TOKEN)],
     "tenants.a.tokens_per_s": 1,

@@ -11,8 +11,9 @@ from server.identity import EVERYBODY, Authenticator, hash_of
 from server.sections import AdmissionSection, TenantSection
 from server.settings import SettingsError, load
 from server.token_rates import TokenRates
+from tests.support import canaries
 
-TOKEN = "a-token-that-nobody-can-guess"
+TOKEN = canaries.TOKEN
 TENANTS = {
     "acme": TenantSection(token_hashes=(hash_of(TOKEN), hash_of("its-second-token-is-long-too"))),
     "ops": TenantSection(certificate_subjects=("CN=admin",), operator=True),

@@ -5,10 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from engine.models import registry
 from engine.scheduler.config import SchedulerConfig
+from server.identity import hash_of
 from server.load import _arguments as model_arguments
+from server.sections import TenantSection
 from server.settings import SettingsError, load
 from tests.support import canaries
 from timeline.secrecy import HIDDEN
@@ -174,3 +177,29 @@ def test_hashes_and_passwords_are_not_described() -> None:
     assert values["tracing.otlp_endpoint"] == f"http://{HIDDEN}@127.0.0.1:4317"
     canaries.check(str(values), "what is described")
     assert loaded.settings.tracing.otlp_endpoint == canaries.URL
+
+
+def test_nothing_made_of_settings_shows_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VORRANG_TRACING__OTLP_ENDPOINT", canaries.URL)
+    hashed = hash_of(canaries.TOKEN)
+    loaded = load(None, {"tenants.a.token_hashes": [hashed]})
+    for shown in (repr(loaded), str(loaded.settings), repr(loaded.describe()), f"{loaded.settings!r:.9000}"):
+        canaries.check(shown, "settings as text")
+        assert hashed not in shown
+
+
+@pytest.mark.parametrize("field", ["token_hashes", "certificate_subjects", "weight", "unknown"])
+def test_no_refusal_repeats_what_it_was_given_for_a_secret(
+    field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValidationError) as caught:
+        TenantSection.model_validate({field: {"a": canaries.TOKEN}})
+    canaries.check(str(caught.value), "pydantic's own words")
+    monkeypatch.setenv("VORRANG_TENANTS", f'{{"a": {{"token_hashes": ["{canaries.TOKEN}"]}}}}')
+    with pytest.raises(SettingsError, match="token_hashes") as refused:
+        load()
+    canaries.check(str(refused.value), "a refusal of what the environment says")
+    monkeypatch.setenv("VORRANG_TENANTS", f'{{"a": "{canaries.TOKEN}')
+    with pytest.raises(SettingsError) as refused:
+        load()
+    canaries.check(str(refused.value), "a refusal of what can't be read")

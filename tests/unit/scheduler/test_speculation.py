@@ -112,7 +112,7 @@ def test_who_is_preempted_with_guesses_in_flight_keeps_its_first_token_alone():
     driver.finish()
 
 
-def test_drafts_take_no_token_of_the_budget_that_a_prefill_could_have():
+def test_drafts_take_no_token_of_the_budget_that_a_prefill_could_have():  # vLLM 23: guesses, no draft model
     driver = guessing(max_step_tokens=10, max_chunk_tokens=9)
     driver.submit("a", 6, max_tokens=60)
     for _ in range(8):
@@ -122,7 +122,7 @@ def test_drafts_take_no_token_of_the_budget_that_a_prefill_could_have():
     driver.finish()
 
 
-def test_drafts_take_no_block_that_somebody_waits_for():
+def test_drafts_take_no_block_that_somebody_waits_for():  # vLLM 25: no slot is kept
     driver = guessing(num_blocks=8, block_size=4, max_running_requests=1)
     driver.submit("a", 6, max_tokens=20)
     driver.submit("b", 6, max_tokens=20)
