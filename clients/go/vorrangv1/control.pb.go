@@ -1673,7 +1673,7 @@ func (x *WatchDecisionsResponse) GetHappenings() []*Happening {
 // Asks for the account of a request.
 type ExplainRequestRequest struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Id made by the server, or else the client's, which stands for the last request that had it.
+	// Id made by the server, or else the client's, which stands for the last request of its tenant.
 	Id            string `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
