@@ -146,6 +146,13 @@ class SoakSession:
                 raise RuntimeError(f"{self._name}: the session was not opened: {await self._call.details()}")
             if frame.HasField("opened"):
                 break
+            if frame.HasField("command_rejected"):  # a session of which nothing is alive may be forgotten
+                for request_id in [r for r in self._starts if self._books.alive[r].last_sequence]:
+                    self._books.wrong(
+                        request_id, f"its session is gone: {frame.command_rejected.status.message}"
+                    )
+                await self._send(open=gen.OpenCommand(client_name="soak"))
+                continue
             self._got(frame)
         self._token = frame.opened.session_token
         for request_id, start in list(self._starts.items()):
