@@ -402,7 +402,8 @@ type ReprioritizeCommand struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// Id of the request, matched exactly.
 	RequestId string `protobuf:"bytes,1,opt,name=request_id,json=requestId,proto3" json:"request_id,omitempty"`
-	// The new priority; required.
+	// The new priority; required. A request that never had a seat waits in the queue of the class: what
+	// holds for arrivals there holds for it, and it is rejected like one, with the priority left as it was.
 	Priority      *Priority `protobuf:"bytes,2,opt,name=priority,proto3" json:"priority,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1570,13 +1571,14 @@ func (x *PriorityChangedEvent) GetPriorityIgnored() bool {
 // Ended with an output.
 type FinishedEvent struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// Why it ended.
+	// Why it ended. Of several outputs the gravest reason that any has, whichever ended last: CANCELLED, TIME_LIMIT,
+	// CAPACITY, LENGTH, STOP_STRING, STOP_TOKEN, STOP, in this order; each one's own is in its `output_finished`.
 	Reason FinishReason `protobuf:"varint,1,opt,name=reason,proto3,enum=vorrang.v1.FinishReason" json:"reason,omitempty"`
 	// What it cost.
 	Usage *Usage `protobuf:"bytes,2,opt,name=usage,proto3" json:"usage,omitempty"`
-	// The stop string that ended it, if one did.
+	// The stop string that ended it, if one did; of several outputs in their `output_finished` alone.
 	StopString string `protobuf:"bytes,3,opt,name=stop_string,json=stopString,proto3" json:"stop_string,omitempty"`
-	// The stop token that ended it, if one did.
+	// The stop token that ended it, if one did; of several outputs in their `output_finished` alone.
 	StopTokenId   *uint32 `protobuf:"varint,4,opt,name=stop_token_id,json=stopTokenId,proto3,oneof" json:"stop_token_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
