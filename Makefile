@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak soak-server bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels gpu check-kernels test-go test-java
+.PHONY: help setup demo serve test test-deep soak soak-server bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels test-isolation gpu check-kernels test-go test-java
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -41,6 +41,9 @@ test-kernels: $(STAMP) ## run the GPU kernels' tests on CPU, interpreted (a proc
 test-deep: $(STAMP) ## what `make test` leaves out for time
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m deep
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
+
+test-isolation: $(STAMP) ## that what one caller makes dear no other waits for, beside a busy process
+	$(BIN)/python -m pytest tests/e2e/test_isolation.py -k "not for_longer"
 
 test-go: $(STAMP) ## the Go client's tests against this server, where Go is installed
 	$(BIN)/python tools/client_suites.py go

@@ -29,7 +29,8 @@ from tests.support.process import HANGS_S, ROOT, ServerProcess, environment, ser
 from tests.support.wire import open_session, spec
 from vorrang.v1 import types_pb2 as types
 
-pytestmark = [pytest.mark.asyncio, pytest.mark.model, pytest.mark.timeout(3 * HANGS_S)]
+# Its busy neighbour would spoil the timing of whatever runs beside it: `make test-isolation` runs it alone.
+pytestmark = [pytest.mark.asyncio, pytest.mark.model, pytest.mark.deep, pytest.mark.timeout(3 * HANGS_S)]
 
 #: Seconds that a stream and a probe may wait whatever the run without calls says; and beside other tests,
 #: which take both processors by themselves.

@@ -112,6 +112,9 @@ class ForkingHost:
             return
         mine.setblocking(False)
         with theirs, self._lock:
+            if self._is_closed:  # nobody would ever close it
+                mine.close()
+                return
             self._places[number] = _Place(number, mine, spec)
             self._order(nursery.FORK, number, theirs.fileno())
         self._wake_up()
@@ -287,7 +290,8 @@ class ForkingHost:
 
     def _end_nursery(self) -> None:
         with self._lock:
-            places, self._places = list(self._places.values()), {}
+            places, self._places = [*self._places.values(), *self._gone], {}
+            self._gone.clear()
             self._unforked.clear()
             if self._orders is not None:
                 self._orders.close()
