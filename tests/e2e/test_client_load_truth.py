@@ -116,6 +116,7 @@ async def known_rate(server: ServerProcess, log: Path, seed: int) -> tuple[Run, 
     return run, await truth_of(run, log)
 
 
+@pytest.mark.deep  # two milliseconds need a machine with nothing else to do
 async def test_latencies_are_those_of_the_runners_own_clock(server: ServerProcess, log: Path) -> None:
     """For the quickest quarter of some run, so that it holds beside busy neighbours.
 

@@ -198,6 +198,8 @@ def logged(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     structlog.configure(**config)
 
 
+# What earlier tests left to be collected is not what is looked at here.
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_what_python_and_libraries_say_of_failures_holds_no_secret(logged: Any) -> None:
     fresh = structlog.wrap_logger(None)  # the loggers of modules may be bound already
     log_strays(fresh.bind())
