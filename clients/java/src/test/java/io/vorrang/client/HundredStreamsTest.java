@@ -12,7 +12,7 @@ import org.junit.jupiter.api.Timeout;
 @Timeout(180)
 class HundredStreamsTest {
   private static final int NUM_STREAMS = 100;
-  private static final int NUM_TOKENS = 100;
+  private static final int NUM_TOKENS = 300;
   private static final int CUT_AFTER_TOKENS = 20;
   private static final Map<String, String> SETTINGS =
       Map.of(
