@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo serve test test-deep soak soak-server bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels test-isolation gpu check-kernels test-go test-java
+.PHONY: help setup demo serve test test-slow test-deep soak soak-server bench bench-model sim check fmt proto image check-image check-chart constraints bench-grpc test-kernels test-isolation gpu check-kernels test-go test-java
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,13 +32,17 @@ test: $(STAMP) ## run the tests
 	@mkdir -p build
 	@nice $(MAKE) --no-print-directory test-kernels > build/test-kernels.log 2>&1 & kernels=$$!; \
 	trap 'kill $$kernels; exit 130' INT TERM; \
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep"; others=$$?; \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not deep and not slow"; others=$$?; \
 	wait $$kernels; kernels=$$?; cat build/test-kernels.log; exit $$((others | kernels))
 
 test-kernels: $(STAMP) ## run the GPU kernels' tests on CPU, interpreted (a process of their own)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m "not deep"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m "not deep and not slow"
 
-test-deep: $(STAMP) ## what `make test` leaves out for time
+test-slow: $(STAMP) ## what `make test` leaves out for time and CI runs
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -n 2 --dist worksteal -m "slow and not deep"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "slow and not deep"
+
+test-deep: $(STAMP) ## what takes far longer still
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/kernels/gpu -m deep
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m deep
 

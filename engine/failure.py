@@ -41,7 +41,8 @@ def trace_of(error: BaseException, *, with_text: bool) -> str:
 def log_strays(log: Any) -> None:
     """Have all that Python, or a library, would print about failures logged as ``trace_of`` has them.
 
-    Threads' and finalisers' exceptions, warnings, and records of ``logging`` from its level WARNING on.
+    Threads' and finalisers' exceptions, warnings, and records of ``logging`` from its level WARNING on,
+    whatever handlers a library gives its loggers, now or when it is imported later.
 
     Args:
         log: a structlog logger.
@@ -58,8 +59,13 @@ def log_strays(log: Any) -> None:
 
     threading.excepthook = of_thread
     sys.unraisablehook = unraisable
-    root = logging.getLogger()
-    root.handlers[:] = [_Strays(log)]
+    strays = _Strays(log)
+
+    def call_handlers(_logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno >= strays.level:
+            strays.handle(record)
+
+    setattr(logging.Logger, "callHandlers", call_handlers)  # noqa: B010 (mypy takes no assignment to a method)
     logging.captureWarnings(capture=True)
 
 

@@ -86,6 +86,7 @@ def test_another_server_is_driven_with_the_same_workload(tmp_path):
     asyncio.run(main_())
 
 
+@pytest.mark.slow
 def test_requests_that_fail_are_said_and_exit_with_1(tmp_path):
     path, page = tmp_path / "w.toml", tmp_path / "page.html"
     path.write_text(WORKLOAD)

@@ -145,6 +145,7 @@ async def test_a_failure_is_one_line_and_exit_code_1():
         assert (code, err) == (1, "vorrangctl: the queue is full (QUEUE_FULL)\n")
 
 
+@pytest.mark.slow
 async def test_generate_names_its_adapter_and_an_unknown_one_is_one_line():
     settings: dict[str, object] = {"model.adapters": {"a": "", "b": ""}}
     async with running_server(settings) as app:
@@ -181,6 +182,7 @@ async def test_interrupting_generate_cancels_the_request_on_the_server():
     assert (process.returncode, err.decode()) == (130, "vorrangctl: interrupted\n")
 
 
+@pytest.mark.slow
 async def test_generate_takes_no_longer_than_it_may():
     async with FakeServer(one_token_until_cancelled) as server:
         outcome = await ctl("generate", "x", "--timeout", "2.5", target=server.target)
@@ -189,6 +191,7 @@ async def test_generate_takes_no_longer_than_it_may():
     assert outcome == (1, "1 ", "vorrangctl: took too long\n")
 
 
+@pytest.mark.slow
 async def test_cuts_in_the_middle_cost_generate_time_and_nothing_else():
     runner = HeldRunner(step_s=0.01)
     async with running_server(runner=runner) as app, CuttingProxy(app.address) as proxy:

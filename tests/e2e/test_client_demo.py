@@ -28,6 +28,7 @@ async def start(*arguments: str, step_s: float) -> asyncio.subprocess.Process:
     )
 
 
+@pytest.mark.slow
 async def test_the_demo_shows_preemption_and_confirms_its_promises(tmp_path):
     arguments = ("--batch", "3", "--seats", "1", "--max-tokens", "40", "--interactive", "1", "--gap", "10")
     process = await start(*arguments, "--decisions", str(tmp_path / "logs"), step_s=0.01)

@@ -12,6 +12,7 @@ from clients.python.demo_server import serve_command, serving
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(60)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
 async def test_nobody_waits_for_a_server_that_is_gone(
     how: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -75,6 +75,7 @@ def test_every_command_of_the_page_is_known_here() -> None:
     assert not unknown
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [c for c in COMMANDS if not c.startswith(("admin", "top"))])
 def test_it_does_what_the_page_says(
     command: str, server: ServerProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -117,6 +117,7 @@ async def test_greedy_output_alone_equals_transformers_generate():
         loop.cancel()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("every", "depth"),

@@ -5,6 +5,7 @@ import re
 import shlex
 import threading
 
+import pytest
 from typer.testing import CliRunner
 
 from clients.python import VorrangClient
@@ -45,6 +46,7 @@ def run(command, address):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_commands_do_what_the_page_says(tmp_path, monkeypatch) -> None:
     serve = COMMANDS[0]
     assert serve.startswith("vorrang serve ")

@@ -95,6 +95,7 @@ async def _play(session: WireSession, channel: grpc.aio.Channel, plan: Plan) -> 
     return session
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_nothing_is_left_of_two_hundred_sessions_and_no_event_is_lost() -> None:
     seed = int(os.environ.get("VORRANG_TEST_SEED") or random.randrange(2**32))

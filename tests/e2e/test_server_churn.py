@@ -40,6 +40,7 @@ def quiet() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     "num_streams",

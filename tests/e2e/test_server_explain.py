@@ -64,6 +64,7 @@ async def overtake(address):
         return measured, {name: await explain(client, name) for name in measured}
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_preempted_request_add_up_to_what_its_client_measured() -> None:
     for _ in range(3):  # other processes may hold up this one
         with server_process(*ONE_SEAT) as server:

@@ -72,6 +72,7 @@ def test_every_line_works(server: ServerProcess, line: str) -> None:
     assert run(line, server.address).strip()
 
 
+@pytest.mark.slow
 def test_a_request_is_moved_and_cancelled_and_the_server_drained_from_the_shell() -> None:
     with server_process("--scripted-step-ms", "20") as server:
         started = line_for("/GenerateStream").replace('"max_tokens": 16', '"max_tokens": 1500')

@@ -20,6 +20,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -36,6 +37,7 @@ def test_the_ready_line_says_what_computes(model: Path, options: tuple[str, ...]
         assert f", {said}, runner process " in server.ready_line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stem", "said"),
     [
@@ -59,6 +61,7 @@ def test_a_model_that_cannot_be_had_ends_the_start_in_one_line() -> None:
     )
 
 
+@pytest.mark.slow
 def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_path: Path) -> None:
     no_compiler = {"PATH": "", "CXX": "", "VORRANG_CACHE_DIR": str(tmp_path)}
     result = run_cli(
@@ -71,6 +74,7 @@ def test_kernels_that_cannot_be_had_end_the_start_in_one_line(model: Path, tmp_p
     assert ("no C++ compiler" in line) is CAN_BUILD
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 @pytest.mark.parametrize("runner", ["process", pytest.param("inline", marks=pytest.mark.deep)])
 def test_triton_without_a_card_ends_the_start_in_one_line(model: Path, runner: str) -> None:

@@ -202,7 +202,11 @@ async def test_slow_clients_hold_few_connections_and_none_for_long(monkeypatch: 
                     await reader.read()
                 writer.close()
         monkeypatch.undo()
-        assert ("vorrang_seats",) in await scrape(app)
+        async with asyncio.timeout(20):
+            while True:  # their threads give the places back a moment after
+                with contextlib.suppress(OSError):
+                    assert ("vorrang_seats",) in await scrape(app)
+                    break
 
 
 @pytest.mark.asyncio

@@ -180,6 +180,7 @@ def test_config_show_prints_values_and_origins() -> None:
     assert rows["scheduler.policy"] == ["priority", "default"]
 
 
+@pytest.mark.slow
 def test_doctor_runs() -> None:
     result = run_cli("doctor")
     assert result.returncode == 0, result.stderr
@@ -225,6 +226,7 @@ def test_the_steps_of_the_dockerfile_lead_to_a_server() -> None:
     assert "not checked here" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_log_that_nobody_reads_stops_nobody() -> None:
     """A pipe takes 64 KiB; a request logs about 400 bytes, a session more."""

@@ -120,6 +120,7 @@ def requests(dice: random.Random, num_tokens: int) -> dict[str, dict[str, object
     }
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -199,6 +200,7 @@ async def test_a_request_that_kills_the_runner_twice_fails_alone() -> None:
         assert tokens == expected_output(good[request_id]["prompt"], 30)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_server_whose_runner_hangs_ends_in_time() -> None:
     with server_process("--scripted-step-ms", "5", "--grace-s", "0.2") as server:
@@ -214,6 +216,7 @@ async def test_a_server_whose_runner_hangs_ends_in_time() -> None:
     assert not runner.is_running()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_server_that_drains_while_its_runner_is_respawned_finishes_what_it_accepted() -> None:
     with server_process("--scripted-step-ms", "2", "--grace-s", "20") as server:
@@ -276,6 +279,7 @@ async def test_a_runner_that_never_comes_back_ends_the_server_with_status_1(tmp_
     assert '"runner.given_up"' in log
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runner", ["process", pytest.param("inline", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("what", ["missing", "truncated", pytest.param("pool", marks=pytest.mark.deep)])
 @pytest.mark.model

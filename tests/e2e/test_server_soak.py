@@ -10,6 +10,7 @@ import pytest
 from tests.support.process import HANGS_S, ROOT, environment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "minutes", [0.15, pytest.param(3.0, marks=[pytest.mark.deep, pytest.mark.timeout(600)])]
 )

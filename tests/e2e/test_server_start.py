@@ -43,6 +43,7 @@ def healthy(address: str) -> bool:
     return any(run_cli("healthcheck", "--target", address).returncode == 0 for _ in range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
 def test_a_server_with_closed_standard_files_serves_and_ends_in_order(closed: str) -> None:
     with started(f"{SERVE} {closed}") as process:

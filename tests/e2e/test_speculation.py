@@ -84,6 +84,7 @@ def test_outputs_are_those_of_a_run_without_guesses(number):
     assert sum(output[2].usage.accepted_tokens for output in guessed) > 0
 
 
+@pytest.mark.slow
 def test_a_repetitive_text_takes_two_thirds_of_the_steps_at_most():
     prompt = [default_model().tokenizer.encode(REPETITIVE)]
     plain, num_plain = run(prompt, 48, guesses=0)

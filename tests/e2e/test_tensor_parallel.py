@@ -117,6 +117,7 @@ async def serve_alone(folder):
     return await serve(execute)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("family", "size"),
@@ -168,6 +169,7 @@ async def steps(runner):
         await runner.execute(plan)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_model_that_cannot_be_cut_is_refused_by_field_rule_and_value(folders):
     before = set(psutil.Process().children(recursive=True))

@@ -163,6 +163,7 @@ def test_two_processes_that_build_at_once_share_one_library(tmp_path):
     assert [p.suffix for p in sorted((tmp_path / "kernels").iterdir())] == [".lock", ".so"]
 
 
+@pytest.mark.slow
 def test_without_a_compiler_auto_falls_back_to_the_reference_and_says_why(tmp_path):
     done = _other_process(tmp_path, PATH="", CXX="")
 

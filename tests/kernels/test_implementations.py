@@ -99,6 +99,7 @@ def test_auto_says_why_it_does_not_take_triton_on_a_card(monkeypatch):
     assert registry.active_reason() == "the quickest on a CPU, and no way"
 
 
+@pytest.mark.slow
 @NO_CARD
 @NEEDS_TRITON
 def test_under_the_interpreter_auto_stays_on_the_cpu_and_triton_can_be_had_by_name():

@@ -49,6 +49,7 @@ def prefill(target, head_dim=128, **constants):
     return dataclasses.replace(entry, constants=tuple((dict(entry.constants) | constants).items()))
 
 
+@pytest.mark.slow
 def test_a_prefill_kernel_for_sm_90_uses_warp_group_matrix_instructions_and_does_not_spill():
     entry = prefill("sm_90", 64)
     result = aot.compile_entry(entry, "sm_90")
@@ -57,6 +58,7 @@ def test_a_prefill_kernel_for_sm_90_uses_warp_group_matrix_instructions_and_does
     assert aot.problems(entry, "sm_90", result) == []
 
 
+@pytest.mark.slow
 def test_a_configuration_that_spills_fails_the_check(check_kernels, tmp_path, monkeypatch, capsys):
     bad = dataclasses.replace(prefill("sm_80", 64, ROWS=32), num_warps=1)
     monkeypatch.setattr(aot, "entries", lambda: (bad,))

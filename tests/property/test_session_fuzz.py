@@ -1,6 +1,6 @@
 """Sessions whose clients do anything: frames in any order, bad bytes, lost streams, slow reading.
 
-500 sessions in CI, 10,000 by ``make soak``.
+150 sessions by ``make test``, 500 in CI, 10,000 by ``make soak``.
 """
 
 import asyncio
@@ -14,7 +14,8 @@ from tests.support.server import running_server
 from tests.support.session_fuzz import Player
 from tests.support.wire import let_pass, settled
 
-NUM_SESSIONS = int(os.environ.get("VORRANG_FUZZ_SESSIONS", "500"))
+CHOSEN = os.environ.get("VORRANG_FUZZ_SESSIONS", "")
+NUMBERS = [int(CHOSEN)] if CHOSEN else [150, pytest.param(500, marks=pytest.mark.slow)]
 NUM_AT_A_TIME = 40
 #: One session alone, such as "1234/17".
 ONE = os.environ.get("VORRANG_FUZZ_SESSION", "")
@@ -52,12 +53,13 @@ AT_LEAST = {
 }
 
 
-@pytest.mark.timeout(240 if NUM_SESSIONS <= 500 else 0)
+@pytest.mark.timeout(0 if CHOSEN else 240)
 @pytest.mark.asyncio
-async def test_whatever_clients_do_they_are_told_the_truth_and_nothing_is_left() -> None:
+@pytest.mark.parametrize("num_sessions", NUMBERS)
+async def test_whatever_clients_do_they_are_told_the_truth_and_nothing_is_left(num_sessions: int) -> None:
     seed = int(os.environ.get("VORRANG_TEST_SEED") or random.randrange(2**32))
     print(f"VORRANG_TEST_SEED={seed}")
-    names = [ONE] if ONE else [f"{seed}/{number}" for number in range(NUM_SESSIONS)]
+    names = [ONE] if ONE else [f"{seed}/{number}" for number in range(num_sessions)]
     done: Counter[str] = Counter()
     async with running_server(SETTINGS) as app:
         places = asyncio.Semaphore(NUM_AT_A_TIME)
@@ -94,6 +96,6 @@ async def test_whatever_clients_do_they_are_told_the_truth_and_nothing_is_left()
         left = [task.get_name() for task in asyncio.all_tasks() if task.get_name().startswith("session-")]
         assert left == []
     print(", ".join(f"{what} {count}" for what, count in sorted(done.items())))
-    if NUM_SESSIONS >= 500 and not ONE:
+    if num_sessions >= 500 and not ONE:
         missing = {what: done[what] for what, least in AT_LEAST.items() if done[what] < least}
         assert missing == {}, "the draw was to come by more of these"

@@ -30,6 +30,7 @@ def check(configuration):
     assert all(value <= most for value, most in zip(found, BAR, strict=True)), found
 
 
+@pytest.mark.slow
 def test_fair_serves_tenants_about_as_evenly_as_vtc():
     check("fair")
 

@@ -101,6 +101,7 @@ def test_processes_beside_each_other_give_what_one_gives(workload_file):
     assert alone == together
 
 
+@pytest.mark.slow
 def test_no_process_is_left_behind_when_the_one_that_started_them_is_killed(workload_file, tmp_path):
     arguments = ["report", workload_file, "--rates", "6,20", "--seeds", 100, "--processes", 2]
     command = [

@@ -49,6 +49,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel):
     assert not [n for n in names if n.startswith(("clients/go", "clients/java"))]
 
 
+@pytest.mark.slow
 def test_transformers_imports_beside_the_installed_wheel(wheel, tmp_path):
     venv.create(tmp_path / "venv", with_pip=False)
     python = tmp_path / "venv/bin/python"
@@ -80,6 +81,7 @@ assert clients.python.__file__.startswith(sys.prefix), clients.python.__file__
 """
 
 
+@pytest.mark.slow
 def test_the_wheel_alone_generates_without_anything_heavy(wheel, tmp_path):
     """With the base dependencies of this environment, so that no index is needed."""
     python = new_environment(tmp_path)

@@ -194,6 +194,7 @@ def test_the_whole_run_is_written_shown_and_judged(passed, tmp_path):
         assert words in out.getvalue()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a card")
 @pytest.mark.parametrize(
     ("options", "status"), [pytest.param((), 0, marks=pytest.mark.deep), (("--require",), 3)]

@@ -147,6 +147,7 @@ def test_a_damaged_gguf_header_is_one_line(damage, tmp_path, frugal):
     one_line(raised)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [

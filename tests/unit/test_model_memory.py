@@ -86,6 +86,7 @@ def _grown(folder, child):
     return map(int, done.stdout.split())
 
 
+@pytest.mark.slow
 def test_loading_needs_little_more_than_the_weights(checkpoint):
     grown, num_bytes = _grown(checkpoint, OWN)
 

@@ -258,6 +258,7 @@ async def test_random_kills_change_no_token(seed, depth):
     assert '"LoseKv"' in decisions.text().decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token_id", "depth"),
     [
@@ -454,6 +455,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing_behind():
     assert not psutil.Process().children()
 
 
+@pytest.mark.slow
 async def test_ten_deaths_leave_no_memory_descriptors_threads_or_zombies():
     async with serving() as (engine, runner):
         process = psutil.Process()

@@ -112,6 +112,7 @@ class Page(HTMLParser):
         self.cells.append(data)
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_with_every_plot_and_how_it_was_made(tmp_path):
     facts = Facts("A <title>", "azure", "simulated", "vorrang sim report x", {"vorrang": "0.1"}, ("A note.",))
     write_report(tmp_path / "r.html", facts, summaries())

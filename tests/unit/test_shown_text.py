@@ -119,6 +119,7 @@ def test_output_of_a_model_does_not_steer_a_terminal_and_reaches_a_file_as_it_is
     assert generate.output_text(said) == said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", NASTY)
 def test_pictures_and_traces_of_any_name_are_whole(text: str, tmp_path: Path) -> None:
     from xml.etree import ElementTree

@@ -64,6 +64,7 @@ async def test_a_process_that_was_killed_is_replaced_and_its_job_done_again(tmp_
         await place.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="only Linux bounds it")
 async def test_the_memory_of_a_job_is_bounded() -> None:
     place = TextProcess(Scripted())

@@ -136,7 +136,13 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-2, "int8": 5e-2, "fp8": 5e-2
 
 @pytest.mark.parametrize(
     "weight_type",
-    [pytest.param(name, marks=[pytest.mark.deep] * (name in ("fp16", "bf16"))) for name in TOLERANCE],
+    [
+        pytest.param(
+            name,
+            marks=pytest.mark.deep if name in ("fp16", "bf16") else [pytest.mark.slow] * (name == "int8"),
+        )
+        for name in TOLERANCE
+    ],
 )
 def test_logits_are_the_references(weight_type, device):
     if weight_type == "fp32" and device.type != "cpu":
@@ -149,6 +155,7 @@ def test_logits_are_the_references(weight_type, device):
     assert (got - wanted).abs().max() <= TOLERANCE[weight_type] * wanted.abs().max()
 
 
+@pytest.mark.slow
 def test_logits_are_the_references_in_batch_invariant_mode(device):
     wanted = _logits("reference", "fp16", "cpu")
 
@@ -157,6 +164,7 @@ def test_logits_are_the_references_in_batch_invariant_mode(device):
     assert (got - wanted).abs().max() <= TOLERANCE["fp16"] * wanted.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rows_of_products_stand_alone")
 def test_batch_invariant_logits_have_the_same_bits_whatever_is_computed_beside_them(device):
     """Request a whole and alone, against its parts beside other requests: a chunk, then decodes."""

@@ -53,6 +53,7 @@ def test_it_samples_what_the_reference_does(device: torch.device) -> None:
     assert _tokens("triton", device, weight_type, graphs=True) == wanted
 
 
+@pytest.mark.slow
 def test_its_logits_are_the_same_bits_in_batch_invariant_mode(
     device: torch.device, rows_of_products_stand_alone: None
 ) -> None:

@@ -110,7 +110,7 @@ CUTS = [
     ("vocab", "ties"),
     [
         (5, False),
-        (303, True),
+        pytest.param(303, True, marks=pytest.mark.slow),
         pytest.param(5, True, marks=pytest.mark.deep),
         pytest.param(303, False, marks=pytest.mark.deep),
     ],
@@ -132,6 +132,7 @@ def _reachable(logits, device, *, draws=12, **settings):
     return set(_both(rows, device, index=list(range(draws)), **settings))
 
 
+@pytest.mark.slow
 def test_ties_at_a_border_go_to_the_lowest_ids(device):
     assert _reachable([1.0, 1.0, 1.0, 1.0], device, top_k=2, draws=8) == {0, 1}
     assert _reachable([0.0] * 8, device, top_p=0.25, draws=8) == {0, 1}
@@ -139,6 +140,7 @@ def test_ties_at_a_border_go_to_the_lowest_ids(device):
     assert _reachable([0.0] * 8, device, top_k=4, top_p=0.5, draws=8) == {0, 1}
 
 
+@pytest.mark.slow
 def test_ties_are_counted_across_blocks(device):
     logits = torch.full((1, 303), -1.0)
     logits[0, [5, 130, 131, 300]] = 2.0
@@ -152,6 +154,7 @@ def test_top_p_cuts_what_top_k_left(device):
     assert _reachable(logits, device, top_k=2, top_p=0.45, draws=4) == {1}
 
 
+@pytest.mark.slow
 def test_a_cut_keeps_exactly_so_many_and_not_one_more(device):
     """A border moved by one id shows here: all that is kept is drawn at a high temperature."""
     logits = [float(-token) / 8 for token in range(12)]
@@ -186,6 +189,7 @@ def test_allowed_ids_hold_for_their_row_and_count_before_the_cuts(device):
     assert _both(logits, device, allowed={1: [1]}, banned=[(1, 1)])[1] == -1
 
 
+@pytest.mark.slow
 def test_typical_keeps_what_is_no_more_surprising_than_the_whole(device):
     logits = [math.log(p) for p in (0.4, 0.3, 0.2, 0.1)]  # surprises 0.92, 1.2, 1.61, 2.3; entropy 1.28
     assert _reachable(logits, device, typical_p=0.2, draws=4) == {1}
@@ -234,6 +238,7 @@ def test_a_row_chooses_the_same_alone_and_in_any_batch(device):
     assert alone == together
 
 
+@pytest.mark.slow
 def test_draws_follow_the_softmax(device):
     draws, probabilities = 150, [0.5, 0.3, 0.2]
     logits = torch.tensor([[math.log(p) for p in probabilities]]).repeat(draws, 1)
