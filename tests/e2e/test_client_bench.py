@@ -67,6 +67,7 @@ def test_wrong_usage_is_one_line_and_exits_with_2(arguments, says, tmp_path):
     assert says in " ".join(result.output.split())
 
 
+@pytest.mark.slow
 def test_another_server_is_driven_with_the_same_workload(tmp_path):
     async def main_():
         path, kept, page = tmp_path / "w.toml", tmp_path / "kept.jsonl", tmp_path / "page.html"

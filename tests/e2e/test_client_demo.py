@@ -48,6 +48,7 @@ async def test_the_demo_shows_preemption_and_confirms_its_promises(tmp_path):
         assert len({event["args"]["request"] for event in events if event["ph"] == "X"}) == 4
 
 
+@pytest.mark.slow
 async def test_a_terminated_demo_leaves_no_server_behind():
     process = await start("--max-tokens", "1000", step_s=0.05)
     assert process.stdout is not None

@@ -187,6 +187,7 @@ async def test_the_command_writes_figures_and_records(tmp_path: Path) -> None:
     assert {r.request.level for r in run.records} == {-10, 10}
 
 
+@pytest.mark.slow
 async def test_interrupting_it_ends_cleanly_with_what_was_measured() -> None:
     async with running_server() as app:
         process = await start("--target", app.address, "--rate", "100", "--duration", "60")

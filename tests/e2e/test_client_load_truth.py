@@ -175,6 +175,7 @@ def check_stall(records: list[RequestRecord], from_s: float, to_s: float) -> Non
     assert long >= 0.45 * STALL_S
 
 
+@pytest.mark.slow
 async def test_a_stall_of_the_runner_is_reported_in_full(server: ServerProcess) -> None:
     runner = server.runner
     assert runner is not None

@@ -113,6 +113,7 @@ async def test_a_request_is_cancelled_only_when_that_is_confirmed() -> None:
         await settled(lambda: "b" not in rows(app))
 
 
+@pytest.mark.slow
 async def test_a_priority_is_changed_by_level_or_name_and_a_wrong_one_is_told() -> None:
     async with watched(("a", "standard")) as (_, _runner, _session, app, pilot):
         await settled(lambda: len(rows(app)) == 1)

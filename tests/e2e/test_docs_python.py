@@ -66,6 +66,7 @@ def servers(folder: Path) -> Iterator[tuple[str, str]]:
         yield plain.address, f"localhost:{other.address.rpartition(':')[2]}"
 
 
+@pytest.mark.slow
 def test_the_guide_runs_as_it_stands(folder: Path) -> None:
     programs = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     commands = [

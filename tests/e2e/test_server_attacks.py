@@ -251,6 +251,7 @@ async def test_oversized_messages_and_metadata(server: ServerProcess, num_calls:
     await attacked(server, attack)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_connections", [100, pytest.param(1000, marks=DEEP)])
 async def test_half_open_connections(server: ServerProcess, num_connections: int) -> None:
     """Half of them say nothing, half a part of the preface, byte by byte; all are closed in time."""

@@ -33,6 +33,7 @@ async def record(path: Path, *more: str) -> None:
         assert server.wait() == 0
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_servers_decisions_are_reproduced_by_another_process(tmp_path: Path) -> None:
     path = tmp_path / "decisions.log"

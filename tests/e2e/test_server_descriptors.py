@@ -94,7 +94,6 @@ async def kill_runner(server: ServerProcess, session: WireSession, log: Path, nu
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 async def test_five_deaths_of_the_runner_beside_more_idle_connections_than_descriptors_lose_nothing(
     tmp_path: Path,
 ) -> None:

@@ -52,6 +52,7 @@ def test_the_ready_line_says_whose_modules_compute(stem: str, said: str, tmp_pat
         assert f", {said} with fp32 weights, " in server.ready_line
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_had_ends_the_start_in_one_line() -> None:
     result = run_cli("serve", "--listen", "127.0.0.1:0", "--model", "nobody/nothing", "--offline")
 

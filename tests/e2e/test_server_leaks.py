@@ -115,6 +115,7 @@ async def test_a_failure_in_any_frame_shows_neither_token_nor_prompt(form: str, 
     assert opened.session_token not in (tmp_path / "log").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_failure_on_the_way_to_the_engine_shows_no_prompt(tmp_path: Path) -> None:
     with raising_server("submit", "json", tmp_path / "log") as address:
@@ -126,6 +127,7 @@ async def test_a_failure_on_the_way_to_the_engine_shows_no_prompt(tmp_path: Path
             canaries.check(str(failed), "a frame")
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_lines_of_the_log_are_bounded_and_of_one_object_each(tmp_path: Path) -> None:
     with server_process("--log-level", "debug", log=tmp_path / "log") as server:
@@ -150,6 +152,7 @@ async def test_lines_of_the_log_are_bounded_and_of_one_object_each(tmp_path: Pat
         assert "event" in json.loads(line)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_bytes_that_are_no_message_are_refused_as_the_table_says(tmp_path: Path) -> None:
     with server_process(log=tmp_path / "log") as server:

@@ -100,6 +100,7 @@ async def test_a_connection_that_says_nothing_is_closed_in_time() -> None:
         await works(app.address)
 
 
+@pytest.mark.slow
 async def test_a_silent_connection_is_probed_without_calls_and_closed_without_an_answer() -> None:
     settings = {"admission.keepalive_s": 1.0, "admission.keepalive_timeout_s": 1.0}
     async with (

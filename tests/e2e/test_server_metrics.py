@@ -280,6 +280,7 @@ def test_without_uvloop_asking_for_it_is_an_error_and_auto_is_not(monkeypatch: p
     assert server.event_loop.factory("auto") is server.event_loop.factory("asyncio") is asyncio.new_event_loop
 
 
+@pytest.mark.slow
 def test_the_ready_line_says_event_loop_transport_and_ports() -> None:
     with server_process("--metrics-listen", "127.0.0.1:0", "--control-listen", "127.0.0.1:0") as process:
         pattern = r", uvloop, plaintext, control on 127.0.0.1:\d+, metrics on (127.0.0.1:\d+)$"

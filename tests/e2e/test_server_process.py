@@ -58,6 +58,7 @@ async def test_sigterm_lets_running_requests_finish_refuses_new_ones_and_exits_z
         assert reason_in(status_in(error.value)) == "DRAINING"
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_sigterm_during_64_running_and_64_queued_requests_ends_all_of_them() -> None:
     settings = ("--scripted-step-ms", "20", "--max-running-requests", "64", "--grace-s", "3")
@@ -121,6 +122,7 @@ def test_the_ready_line_says_what_is_served() -> None:
     assert [line["event"] for line in lines] == ["runner.started", "server.draining", "server.stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -200,6 +202,7 @@ def test_help_is_quick_because_nothing_heavy_is_imported() -> None:
     assert run_python(code).stdout.strip() == "[]"
 
 
+@pytest.mark.slow
 def test_healthcheck_tells_a_serving_server_from_none() -> None:
     with server_process() as server:
         healthy = run_cli("healthcheck", "--target", server.address)

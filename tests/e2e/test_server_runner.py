@@ -122,7 +122,6 @@ def requests(dice: random.Random, num_tokens: int) -> dict[str, dict[str, object
 
 @pytest.mark.slow
 @pytest.mark.asyncio
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "times"),
     [
@@ -261,6 +260,7 @@ async def test_nothing_that_computes_outlives_a_killed_server() -> None:
             await settled(lambda: not runner.is_running() or runner.status() == psutil.STATUS_ZOMBIE)
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_a_runner_that_never_comes_back_ends_the_server_with_status_1(tmp_path: Path) -> None:
     config = tmp_path / "vorrang.toml"
@@ -283,7 +283,6 @@ async def test_a_runner_that_never_comes_back_ends_the_server_with_status_1(tmp_
 @pytest.mark.parametrize("runner", ["process", pytest.param("inline", marks=pytest.mark.deep)])
 @pytest.mark.parametrize("what", ["missing", "truncated", pytest.param("pool", marks=pytest.mark.deep)])
 @pytest.mark.model
-@pytest.mark.slow
 def test_what_keeps_a_model_from_being_loaded_is_said_alike(runner: str, what: str, tmp_path: Path) -> None:
     from tests.support.models import tiny_llama
 

@@ -64,6 +64,7 @@ def test_losing_the_terminal_drains_and_ends_in_order(number: signal.Signals) ->
         assert process.wait(HANGS_S) == 0
 
 
+@pytest.mark.slow
 def test_a_server_that_is_to_outlive_its_terminal_does() -> None:
     with started(f"nohup {SERVE}", stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
         assert process.stdout is not None
@@ -74,6 +75,7 @@ def test_a_server_that_is_to_outlive_its_terminal_does() -> None:
         assert process.wait(HANGS_S) == 0
 
 
+@pytest.mark.slow
 def test_a_ready_line_that_nobody_reads_ends_nothing() -> None:
     reading, writing = os.pipe()
     os.close(reading)

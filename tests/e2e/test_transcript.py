@@ -47,6 +47,7 @@ def test_the_transcript_holds_what_it_is_there_for() -> None:
     assert kinds["finished"] == 20
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_the_transcript_in_python_is_the_one_of_the_other_languages(tmp_path: Path) -> None:
     with server_process("--config", str(write_config(tmp_path / "vorrang.toml"))) as server:

@@ -7,6 +7,7 @@ from tests.support.traces import trace
 from workloads.traces import FORMATS, read_trace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("run", "tolerance"),
     [
@@ -23,6 +24,7 @@ def test_replaying_a_measured_run_gives_its_mean_latencies(run, tolerance):
     assert comparison.num_requests == 300
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "trace_format", "num_requests"),
     [

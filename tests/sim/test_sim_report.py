@@ -71,6 +71,7 @@ def test_seeds_draw_other_workloads_and_the_same_seed_the_same(workload_file):
     assert first.curves != other.curves
 
 
+@pytest.mark.slow
 def test_what_makes_the_same_steps_is_simulated_once_and_has_every_name(workload_file, monkeypatch):
     simulated = []
 

@@ -87,6 +87,7 @@ def test_an_arrival_is_seen_before_the_next_step_and_with_planning_ahead_one_ste
     assert ends == [2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "seed"),
     [
@@ -140,6 +141,7 @@ def test_who_arrives_at_the_same_time_is_looked_at_together(drive):
     assert [record.queued_s for record in recording.records.values()] == pytest.approx([1.0, 0.0])
 
 
+@pytest.mark.slow
 @DRIVERS
 def test_the_same_seed_gives_the_same_report_and_another_another(drive):
     def run(seed):

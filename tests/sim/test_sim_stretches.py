@@ -54,6 +54,7 @@ def test_prompts_that_share_a_prefix_find_it_whoever_made_their_hashes():
     assert one_by_one.num_cached_tokens > 16 * 32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fair", "fair:max_running_requests=6,batch.max_wait_s=3"])
 @pytest.mark.parametrize("num_blocks", [80, 2000])
 def test_with_a_single_tenant_fair_makes_the_steps_of_priority(name, num_blocks):

@@ -35,6 +35,7 @@ def test_the_pure_core_pulls_in_nothing_with_time_randomness_or_io(name):
     assert not (impure & (loaded - modules_after_importing("sys")))
 
 
+@pytest.mark.slow
 def test_the_process_that_computes_needs_no_tokenizer():
     loaded = modules_after_importing("engine.runner.worker, engine.models.registry, engine.models.loader")
     assert not ({"tokenizers", "transformers", "grpc"} & loaded)

@@ -129,6 +129,7 @@ async def test_who_waits_for_a_mask_sits_out_alone_and_says_the_same(depth):
     assert sum('"sat_out"' in line for line in map(str, log.lines)) >= 1
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_to_compile_is_stopped_and_others_are_compiled_meanwhile(forked):
     dear = [forked.prepare(choice("compile dear", str(number))) for number in range(3)]
     forked.prepare(choice("quick")).result(20)
@@ -138,6 +139,7 @@ def test_what_takes_too_long_to_compile_is_stopped_and_others_are_compiled_meanw
     assert forked.num_compiled == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["recursion", "memory"])
 def test_what_crashes_or_takes_too_much_memory_is_refused(forked, what):
     with pytest.raises((GrammarRefused, MemoryError)):
@@ -218,6 +220,7 @@ def test_nothing_is_shared_between_tenants():
     assert GrammarSpec(GrammarKind.CHOICE, choices=("a",), owner="x") != choice("a")
 
 
+@pytest.mark.slow
 def test_no_room_for_a_process_puts_a_grammar_off_and_blames_nobody(forked, monkeypatch):
     wait(follow(forked, "one", ANSWERS, b"y"))
     num_failures = 0

@@ -218,6 +218,7 @@ async def test_a_prefix_is_found_again_under_the_same_adapter_alone(llama):
     assert [each[0] for each in found] == [greedy(llama.wanted[name], tokens, 4) for name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_the_command_line_gets_the_words_of_the_adapter_it_names(llama):
     loaded, asked = llama.load(), "Who speaks?"

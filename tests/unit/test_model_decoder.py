@@ -234,6 +234,7 @@ def test_damage_shows_itself_at_load(tmp_path):
         _load(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_ends_with_im_end_and_speaks():
     loaded = default_model()

@@ -231,6 +231,7 @@ async def test_signals_meant_for_the_server_do_not_touch_it(number):
         assert runner.pid == pid
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seed", "depth"), [(0, 0), deep(1, 0), deep(2, 0), (3, 1), deep(4, 1)])
 async def test_random_kills_change_no_token(seed, depth):
     dice = random.Random(seed)
@@ -425,6 +426,7 @@ async def test_a_runner_that_is_given_up_while_idle_ends_the_engine(tmp_path):
             await task
 
 
+@pytest.mark.slow
 async def test_a_model_that_can_not_be_loaded_is_the_same_error_as_inline():
     with pytest.raises(InvalidCheckpoint) as caught:
         await ProcessRunner.start(FailingSource("raise"), LIMITS)
@@ -491,6 +493,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", ["idle", "busy"])
 async def test_it_ends_with_the_process_that_started_it(state):
     command = [sys.executable, "-c", _PARENT, state]

@@ -163,6 +163,7 @@ def test_cdfs_hold_the_curves_by_class():
     assert drawn.get_ydata()[100] == 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_plot_may_be_a_file_of_its_own(tmp_path, dark):
     style.save(plots.recompute_tax(summaries()), tmp_path / "p.svg", dark=dark)

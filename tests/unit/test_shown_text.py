@@ -141,6 +141,7 @@ def test_control_characters_in_a_label_are_refused(text: str) -> None:
     check_plain("label", "[/red] Grüße 世界 👩\u200d💻 :smile:")
 
 
+@pytest.mark.slow
 def test_nobody_prints_past_our_console() -> None:
     for package in ("clients", "server", "engine", "timeline", "report"):
         for path in (ROOT / package).rglob("*.py"):

@@ -114,6 +114,7 @@ def requests_for(schemas):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.asyncio
 async def test_random_schemas_are_obeyed_and_preemption_changes_nothing(big_pool, small_pool, folder):
     schemas = many(24)

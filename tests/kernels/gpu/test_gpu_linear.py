@@ -38,7 +38,10 @@ def _surrounded(tensor, poison):
 @pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", tiles.KINDS)
-@pytest.mark.parametrize(("tokens", "outputs", "inputs"), [(1, 33, 96), (5, 80, 40), (123, 70, 72)])
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"),
+    [(1, 33, 96), (5, 80, 40), pytest.param(123, 70, 72, marks=pytest.mark.slow)],
+)
 def test_linear_is_the_matrix_product(tokens, outputs, inputs, kind, dtype, fixed, device):
     x = _random(tokens, inputs, seed=1, dtype=dtype, device=device)
     data, scales, exact = _weight(kind, outputs, inputs, dtype, device)

@@ -139,7 +139,7 @@ TOLERANCE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 4e-2, "int8": 5e-2, "fp8": 5e-2
     [
         pytest.param(
             name,
-            marks=pytest.mark.deep if name in ("fp16", "bf16") else [pytest.mark.slow] * (name == "int8"),
+            marks=pytest.mark.deep if name in ("fp16", "bf16") else [pytest.mark.slow] * (name != "fp32"),
         )
         for name in TOLERANCE
     ],

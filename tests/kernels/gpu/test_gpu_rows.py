@@ -100,7 +100,9 @@ def _gated(kind, gate_up):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", activation.KINDS)
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1040), (5, 19), (123, 16)])
+@pytest.mark.parametrize(
+    ("rows", "columns"), [(1, 1040), (5, 19), pytest.param(123, 16, marks=pytest.mark.slow)]
+)
 def test_gated_activations(rows, columns, kind, dtype, device):
     room = torch.full((rows + 2, 2 * columns), float("nan"), dtype=dtype, device=device)
     gate_up = room[1:-1].copy_(_random(rows, 2 * columns) * 4)
