@@ -2,9 +2,12 @@
 //
 // Which thread computes a part is left to chance, so no part may depend on it.
 
+#include <fcntl.h>
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #include <algorithm>
@@ -12,6 +15,10 @@
 #include <chrono>
 #include <climits>
 #include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
 #include <cstdint>
 #include <system_error>
 #include <thread>
@@ -27,6 +34,12 @@ inline i64 now_ns()
         .count();
 }
 
+inline pid_t this_thread()
+{
+    static thread_local const pid_t number = (pid_t)syscall(SYS_gettid);
+    return number;
+}
+
 // Sleeps while `word` is `value`; may wake up for nothing.
 inline void sleep_while(const std::atomic<uint32_t>& word, uint32_t value)
 {
@@ -38,58 +51,214 @@ inline void wake(const std::atomic<uint32_t>& word, int count)
     syscall(SYS_futex, (const void*)&word, FUTEX_WAKE_PRIVATE, count, nullptr, nullptr, 0);
 }
 
-// How many threads compute, decided by what waiting costs.
+// How long this thread has waited for a core although it could have run, as the system counts it; 0 where it says
+// nothing. A thread's own; reading costs two microseconds.
+class Delays {
+  public:
+    ~Delays()
+    {
+        if (file_ >= 0) close(file_);
+    }
+
+    i64 total_ns() const
+    {
+        char text[64];
+        const ssize_t length = pread(file_, text, sizeof text - 1, 0);
+        if (length <= 0) return 0;
+        text[length] = 0;
+        const char* second = std::strchr(text, ' ');  // the first is time with a core
+        return second ? std::strtoll(second, nullptr, 10) : 0;
+    }
+
+  private:
+    int file_ = open("/proc/thread-self/schedstat", O_RDONLY | O_CLOEXEC);
+};
+
+// Whether a core of this machine has nothing to do, as far as one can see from here. Reading costs some microseconds.
+inline bool is_core_free()
+{
+    static const int file = open("/proc/loadavg", O_RDONLY | O_CLOEXEC);
+    static const long num_cores = sysconf(_SC_NPROCESSORS_ONLN);
+    char text[128];
+    const ssize_t length = pread(file, text, sizeof text - 1, 0);
+    if (length <= 0) return true;
+    text[length] = 0;
+    double average;
+    long num_runnable;
+    return std::sscanf(text, "%lf %lf %lf %ld/", &average, &average, &average, &num_runnable) != 4 ||
+           num_runnable < num_cores;
+}
+
+// How many threads compute, decided by what is lost.
 //
-// A thread that lost its core to somebody else's keeps the others waiting for the part it has begun, a slice of
-// the system's scheduler at a time: with `n` threads one thread less is quicker where more than 1/n of the time
-// is waited. So time lost is summed up over `kWindowNs`, a window with too much of it takes a thread away, and
-// after a pause one is tried again. The pause doubles while that fails.
+// A thread whose core somebody else has keeps the others waiting for the part it has begun; and a caller that
+// shares its core, with somebody else or with a helper of its own, does not get on. So the share of time is measured
+// in which the caller waited or could have run and did not, and the share of the work that helpers did. Where one
+// thread less would have been quicker it is taken away. After a pause it is tried again, as soon as a core seems free
+// or a long time has passed; the pause doubles while that fails.
 class Adviser {
   public:
-    // Threads for the next operation, of `most`.
-    int number(int most, i64 now)
+    // Threads for the next operation, of `most`; `is_free` says whether there is a core for one more.
+    template <class IsFree> int number(int most, i64 now, const IsFree& is_free)
     {
         if (number_ > most || number_ == 0) forget(most);
         if (number_ < most && now >= retry_at_) {
-            number_++;
-            computed_ns_ = lost_ns_ = 0;
+            if (now - since_ < kPatienceNs && !is_free()) {
+                retry_at_ = now + kPauseMinNs;
+                return number_;
+            }
+            lost_with_fewer_ = lost_;
+            change(number_ + 1, now);
             retry_at_ = now + pause_ns_;
-            good_since_ = now;
         }
         return number_;
     }
 
     void forget(int most)
     {
-        number_ = most;
-        computed_ns_ = lost_ns_ = good_since_ = 0;
+        lost_with_fewer_ = 0;
         pause_ns_ = kPauseMinNs;
+        change(most, 0);
     }
 
-    // An operation by `number` threads took `spent_ns`, `lost_ns` of which somebody had to wait.
-    void observe(i64 now, i64 spent_ns, i64 lost_ns)
+    // What share of a stretch of time was lost, with as many threads as `number` said, and what share of the work
+    // helpers did in it.
+    void observe(i64 now, double lost, double helped)
     {
-        computed_ns_ += spent_ns;
-        lost_ns_ += lost_ns;
-        if (computed_ns_ < kWindowNs) return;
-        const bool is_bad = lost_ns_ * number_ > computed_ns_ * kBearable / 100;
-        computed_ns_ = lost_ns_ = 0;
-        if (is_bad) {
-            number_ = std::max(1, number_ - 1);
+        lost_ = lost;
+        if (number_ == 1) return;
+        const double one = helped / (number_ - 1);  // helper's work, which the others would have to do
+        const double gain = 1 + kGain * one / (1 - one);
+        const double wanted = 1 + kClearly * (gain - 1);
+        if (gain * (1 - lost) < wanted * (1 - lost_with_fewer_)) {
+            lost_with_fewer_ = 0;  // of fewer still nothing is known
+            change(number_ - 1, now);
             retry_at_ = now + pause_ns_;
             pause_ns_ = std::min(2 * pause_ns_, kPauseMaxNs);
-        } else if (now - good_since_ > kProvenNs) {
+        } else if (now - since_ > kProvenNs) {
             pause_ns_ = kPauseMinNs;
         }
     }
 
   private:
-    static constexpr i64 kWindowNs = 30'000'000, kPauseMinNs = 50'000'000, kPauseMaxNs = 1'600'000'000;
-    static constexpr i64 kProvenNs = 500'000'000;
-    static constexpr i64 kBearable = 70;  // percent of what makes one thread less the quicker choice
+    static constexpr i64 kPauseMinNs = 50'000'000, kPauseMaxNs = 1'600'000'000, kProvenNs = 500'000'000;
+    static constexpr i64 kPatienceNs = 8'000'000'000;
+    static constexpr double kClearly = 0.2;  // of the gain, for what was lost without being seen and by trying
+    static constexpr double kGain = 0.5;  // threads take memory bandwidth from each other: of two, 1.5 is left
+
+    void change(int number, i64 now)
+    {
+        number_ = number;
+        since_ = now;
+        lost_ = 0;
+    }
 
     int number_ = 0;
-    i64 computed_ns_ = 0, lost_ns_ = 0, good_since_ = 0, retry_at_ = 0, pause_ns_ = kPauseMinNs;
+    i64 since_ = 0, retry_at_ = 0, pause_ns_ = kPauseMinNs;
+    double lost_ = 0, lost_with_fewer_ = 0;  // shares of time: last, and with one thread less
+};
+
+// Time in which operations follow each other with one number of threads, long enough to judge by.
+class Window {
+  public:
+    // An operation by `number` threads begins. After a pause, or with another number, the window is a new one.
+    void begin(i64 now, int number)
+    {
+        if (number == number_ && now - end_ns_ < kPauseNs) return;
+        number_ = number;
+        restart(now);
+    }
+
+    // It has ended; what it took, how much of that the caller waited, and the share of it that helpers did.
+    void end(i64 now, i64 spent_ns, i64 waited_ns, double helped)
+    {
+        waited_ns_ += waited_ns;
+        spent_ns_ += spent_ns;
+        helped_ns_ += helped * (double)spent_ns;
+        end_ns_ = now;
+    }
+
+    bool is_long() const { return end_ns_ - begin_ns_ >= kLongNs; }
+
+    // The share of its time that was lost.
+    double lost() const
+    {
+        const i64 lost_ns = waited_ns_ + delays().total_ns() - delay_ns_;
+        return std::min(1.0, std::max(0.0, (double)lost_ns / (double)(end_ns_ - begin_ns_)));
+    }
+
+    // The share of its work that helpers did.
+    double helped() const { return helped_ns_ / (double)spent_ns_; }
+
+    void restart(i64 now)
+    {
+        begin_ns_ = now;
+        spent_ns_ = waited_ns_ = 0;
+        helped_ns_ = 0;
+        delay_ns_ = delays().total_ns();
+    }
+
+  private:
+    static constexpr i64 kLongNs = 30'000'000, kPauseNs = 10'000'000;
+
+    static const Delays& delays()
+    {
+        static thread_local const Delays of_this_thread;
+        return of_this_thread;
+    }
+
+    int number_ = 0;
+    i64 begin_ns_ = 0, end_ns_ = 0, spent_ns_ = 0, waited_ns_ = 0, delay_ns_ = 0;
+    double helped_ns_ = 0;
+};
+
+// When a helper sleeps for a moment between two parts.
+//
+// Who loses his core within a part is waited for until he has it back, a few milliseconds later. Who has just slept
+// of his own accord is not interrupted yet, and if it is somebody else's turn, loses the core with no part in his
+// hands. (To yield gives way within one's own control group alone.) It is done only where cores have been lost.
+class Rests {
+  public:
+    void between_parts()
+    {
+        const i64 now = now_ns();
+        if (now - looked_at_ > kLookNs) {
+            looked_at_ = now;
+            rusage used;
+            getrusage(RUSAGE_THREAD, &used);
+            if (used.ru_nivcsw != num_losses_) contended_until_ = now + kContendedNs;
+            num_losses_ = used.ru_nivcsw;
+        }
+        if (now >= contended_until_ || now - rested_at_ < kEveryNs) return;
+        const timespec moment{0, 1000};  // and the timer's slack, 50 us
+        nanosleep(&moment, nullptr);
+        rested_at_ = now_ns();
+    }
+
+  private:
+    static constexpr i64 kEveryNs = 700'000;  // less than the shortest slice of the system's scheduler
+    static constexpr i64 kLookNs = 1'000'000, kContendedNs = 100'000'000;
+
+    i64 looked_at_ = 0, contended_until_ = 0, rested_at_ = 0;
+    decltype(rusage::ru_nivcsw) num_losses_ = 0;
+};
+
+// Keeps a helper off the caller's core, where it would only take time from him; the system's scheduler puts it there
+// when others are busy.
+class Distance {
+  public:
+    void keep_from(int core, pid_t caller)
+    {
+        if (core == core_ || core < 0 || core >= CPU_SETSIZE) return;
+        core_ = core;
+        cpu_set_t allowed;
+        if (sched_getaffinity(caller, sizeof allowed, &allowed)) return;  // more cores than fit, or the caller has gone
+        CPU_CLR(core, &allowed);
+        if (CPU_COUNT(&allowed)) sched_setaffinity(0, sizeof allowed, &allowed);
+    }
+
+  private:
+    int core_ = -1;
 };
 
 // The thread that calls `run`, and helpers of its own. Parts are taken one at a time from a common counter. The
@@ -113,20 +282,31 @@ class Team {
             return;
         }
         const i64 begin = now_ns();
-        const int number = std::min(adviser_.number(size, begin), 1 + helpers(size - 1));
+        const int number = std::min(adviser_.number(size, begin, is_core_free), 1 + helpers(size - 1));
         set_active(number - 1);
+        window_.begin(begin, number);
+        Shared shared;
         if (number == 1)
             for (i64 i = 0; i < count; i++) part(i);
         else
-            share(count, number, begin, [](const void* work, i64 i) { (*(const Part*)work)(i); }, &part);
+            shared = share(count, [](const void* work, i64 i) { (*(const Part*)work)(i); }, &part);
+        judge(now_ns(), begin, shared);
         busy_.store(false, std::memory_order_release);
     }
 
   private:
     using Call = void (*)(const void*, i64);
+
+    // Of an operation: how long its caller waited beyond the end of a part, and the share that helpers did.
+    struct Shared {
+        i64 waited_ns = 0;
+        double helped = 0;
+    };
+
     static constexpr i64 kIdleSpinNs = 100'000;  // so long a helper looks for parts before it sleeps,
     static constexpr i64 kWaitSpinNs = 50'000;   // and the caller for the end of the last ones
-    static constexpr i64 kPartNs = 1'500'000;    // a part that takes longer than others and than this was interrupted
+
+    static constexpr int kNiceness = 3;
 
     // What is left of an operation: its number in the upper half, parts that nobody has begun in the lower. Both
     // in one word, so that a part is had of the operation that was looked at, or not at all.
@@ -141,8 +321,10 @@ class Team {
     std::atomic<int> num_asleep_{0};                 // on `round_`
     alignas(64) std::atomic<bool> busy_{false};
     std::atomic<int> size_{1}, number_{1};
+    std::atomic<int> core_{-1};      // where the caller computes
+    std::atomic<pid_t> caller_{0};
     Adviser adviser_;
-    double ns_per_tick_ = 0;
+    Window window_;
     int num_helpers_ = 0;
     bool is_refused_ = false;
 
@@ -156,30 +338,34 @@ class Team {
         return -1;
     }
 
-    void share(i64 count, int number, i64 begin_ns, Call call, const void* work)
+    void judge(i64 now, i64 begin, const Shared& shared)
+    {
+        window_.end(now, now - begin, shared.waited_ns, shared.helped);
+        if (!window_.is_long()) return;
+        adviser_.observe(now, window_.lost(), window_.helped());
+        window_.restart(now);
+    }
+
+    Shared share(i64 count, Call call, const void* work)
     {
         call_ = call;
         work_ = work;
         count_ = count;
         num_done_.store(0, std::memory_order_relaxed);
         num_needed_.store(0, std::memory_order_relaxed);
+        caller_.store(this_thread(), std::memory_order_relaxed);
+        core_.store(sched_getcpu(), std::memory_order_relaxed);
         u64 ticket = ((ticket_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | (u64)count;
         ticket_.store(ticket);
         round_.store(round_.load(std::memory_order_relaxed) + 1);
         if (const int asleep = num_asleep_.load()) wake(round_, (int)std::min<i64>(asleep, count - 1));
 
-        const u64 begin = __rdtsc();
-        u64 before = begin, longest = 0;
-        i64 own = 0;
-        for (i64 part; (part = take(ticket)) >= 0; own++, ticket = ticket_.load()) {
-            call(work, part);
-            const u64 after = __rdtsc();
-            longest = std::max(longest, after - before);
-            before = after;
-        }
-        const i64 computed_ns = now_ns();
-        wait((uint32_t)(count - own), computed_ns);
-        judge(count, number, own, begin_ns, computed_ns, (double)(before - begin), (double)longest);
+        const i64 begin = now_ns();
+        i64 num_own = 0;
+        for (i64 part; (part = take(ticket)) >= 0; num_own++, ticket = ticket_.load()) call(work, part);
+        const i64 computed = now_ns(), part_ns = (computed - begin) / std::max<i64>(1, num_own);
+        wait((uint32_t)(count - num_own), computed);
+        return {std::max<i64>(0, now_ns() - computed - 2 * part_ns), 1 - (double)num_own / (double)count};
     }
 
     // Until helpers have computed the parts they have begun.
@@ -191,18 +377,6 @@ class Team {
             num_needed_.store(needed);
             for (uint32_t done; (done = num_done_.load()) != needed;) sleep_while(num_done_, done);
         }
-    }
-
-    // What of an operation's time was lost: waiting for more than the end of a part, and one part that took
-    // far longer than others.
-    void judge(i64 count, int number, i64 own, i64 begin_ns, i64 computed_ns, double ticks, double longest)
-    {
-        const i64 end_ns = now_ns();
-        if (computed_ns - begin_ns > 100'000 && ticks > 0) ns_per_tick_ = (double)(computed_ns - begin_ns) / ticks;
-        const double rest = own > 1 ? (ticks - longest) / (double)(own - 1) : longest * (number - 1) / (double)(count - 1);
-        double lost_ns = std::max(0.0, (double)(end_ns - computed_ns) - 2 * rest * ns_per_tick_);
-        if (longest * ns_per_tick_ > kPartNs && longest > 2 * rest) lost_ns += longest * ns_per_tick_;
-        adviser_.observe(end_ns, end_ns - begin_ns, (i64)lost_ns);
     }
 
     void set_active(int count)
@@ -232,9 +406,12 @@ class Team {
     void help(uint32_t index)
     {
         pthread_setname_np(pthread_self(), "vorrang-compute");
+        give_way();
+        Rests rests;
+        Distance distance;
         for (;;) {
             for (uint32_t active; index >= (active = num_active_.load());) sleep_while(num_active_, active);
-            compute();
+            compute(rests, distance);
             if (!is_work_soon()) {
                 num_asleep_++;
                 const uint32_t round = round_.load();
@@ -244,13 +421,22 @@ class Team {
         }
     }
 
-    void compute()
+    // Helpers weigh less than the caller, so that the system puts what else runs to them and not to him.
+    static void give_way()
+    {
+        const id_t self = (id_t)this_thread();
+        setpriority(PRIO_PROCESS, self, getpriority(PRIO_PROCESS, self) + kNiceness);
+    }
+
+    void compute(Rests& rests, Distance& distance)
     {
         u64 ticket = ticket_.load();
+        distance.keep_from(core_.load(std::memory_order_relaxed), caller_.load(std::memory_order_relaxed));
         for (i64 part; (part = take(ticket)) >= 0; ticket = ticket_.load()) {
             call_(work_, part);
             const uint32_t done = num_done_.fetch_add(1) + 1;
             if (done == num_needed_.load()) wake(num_done_, 1);
+            rests.between_parts();
         }
     }
 

@@ -23,7 +23,19 @@ def program(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "case",
-    ["parts", "callers", "after_fork", "refused", "drops", "retries", "recovers", "one_by_one"],
+    [
+        "parts",
+        "callers",
+        "after_fork",
+        "refused",
+        "drops",
+        "retries",
+        "recovers",
+        "one_by_one",
+        "lost_anyway",
+        "many",
+        "windows", "delays",
+    ],  # fmt: skip
 )
 def test_threads(case, program):
     done = subprocess.run([program, case], capture_output=True, text=True, check=False, timeout=60)
