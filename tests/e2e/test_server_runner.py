@@ -19,7 +19,7 @@ from engine.runner.process import ProcessRunner
 from engine.runner.scripted import ScriptedTokenizer, expected_output
 from server.app import App, Loaded
 from server.settings import load as load_settings
-from tests.support.process import ServerProcess, run_cli, server_process
+from tests.support.process import ServerProcess, children, run_cli, server_process
 from tests.support.runners import ABORTS, LIMITS, FailingSource, FatalSource
 from tests.support.server import running_server
 from tests.support.wire import WireSession, open_session, reason_in, settled, spec
@@ -240,12 +240,12 @@ async def test_a_stop_while_the_runner_loads_ends_both() -> None:
         return Loaded(await ProcessRunner.start(FailingSource("sleep"), LIMITS), ScriptedTokenizer())
 
     app = App(load_settings(None, {"server.listen": "127.0.0.1:0"}).settings, load_forever)
-    before = set(psutil.Process().children())
+    before = children()
     async with asyncio.TaskGroup() as group:
         group.create_task(app.run(lambda _: pytest.fail("it is ready")))
-        await settled(lambda: bool(set(psutil.Process().children()) - before))
+        await settled(lambda: bool(children() - before))
         app.stop()
-    assert set(psutil.Process().children()) <= before
+    assert children() <= before
 
 
 @pytest.mark.asyncio

@@ -30,7 +30,7 @@ from kernels import registry
 from kv.block_manager import BlockManager
 from tests.support.grants import grant
 from tests.support.models import tiny_llama, tiny_qwen3
-from tests.support.process import server_process
+from tests.support.process import children, command_of, server_process
 from tests.support.runners import is_running
 from tests.support.wire import settled
 
@@ -72,7 +72,7 @@ def source(folder, **arguments):
 @contextlib.asynccontextmanager
 async def ranks(folder, limits=LIMITS, **arguments):
     runner = await ProcessRunner.start(source(folder, hang_s=limits.hang_s, **arguments), limits)
-    followers = psutil.Process(runner.pid).children()
+    followers = followers_of(runner)
     try:
         yield runner
     finally:
@@ -80,8 +80,13 @@ async def ranks(folder, limits=LIMITS, **arguments):
     await settled(lambda: not any(alive(each) for each in followers))
 
 
+def followers_of(runner):
+    """The ranks that the first one started, which may have started grammars' process too."""
+    return [child for child in children(runner.pid) if "nursery" not in command_of(child)]
+
+
 def follower_of(runner):
-    (child,) = psutil.Process(runner.pid).children()
+    (child,) = followers_of(runner)
     return child
 
 

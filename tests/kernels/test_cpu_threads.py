@@ -1,5 +1,6 @@
 """Threads that share parts, and how many of them: the C++ header by itself, a process for each case."""
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -21,22 +22,10 @@ def program(tmp_path_factory):
     return path
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "parts",
-        "callers",
-        "after_fork",
-        "refused",
-        "drops",
-        "retries",
-        "recovers",
-        "one_by_one",
-        "lost_anyway",
-        "many",
-        "windows", "delays",
-    ],  # fmt: skip
-)
+CASES = re.findall(r'\{"(\w+)", \1\}', SOURCE.read_text())
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_threads(case, program):
     done = subprocess.run([program, case], capture_output=True, text=True, check=False, timeout=60)
 

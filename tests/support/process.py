@@ -51,6 +51,22 @@ class ServerProcess:
         return self.process.wait(timeout_s)
 
 
+def children(pid: int | None = None) -> set[psutil.Process]:
+    """Processes that a process has started, ours if none is named.
+
+    Without the one in which Python counts what its ``multiprocessing`` shares; once started, it stays.
+    """
+    return {child for child in psutil.Process(pid).children() if "resource_tracker" not in command_of(child)}
+
+
+def command_of(process: psutil.Process) -> str:
+    """Its command line; "" of one that is gone or a zombie."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Ours without the settings somebody may have exported, and with the repository's packages first."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("VORRANG_")}

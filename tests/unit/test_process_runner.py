@@ -36,7 +36,7 @@ from engine.scheduler.plan import Grant, Plan
 from tests.support.decisions import MemoryLog
 from tests.support.engines import collect, tokens_of
 from tests.support.grants import grant
-from tests.support.process import environment
+from tests.support.process import children, environment
 from tests.support.runners import (
     ABORTS,
     EXITS,
@@ -70,7 +70,7 @@ async def process_runner(source=None, limits=LIMITS):
         await runner.close()
         await runner.close()
     assert runner.pid is None
-    assert not psutil.Process().children(), "a process was left behind"
+    assert not children(), "a process was left behind"
 
 
 @asynccontextmanager
@@ -438,7 +438,7 @@ async def test_a_model_that_can_not_be_loaded_is_the_same_error_as_inline():
         await ProcessRunner.start(FailingSource("exit"), LIMITS)
     with pytest.raises(ChildDied, match=r"within 0\.7 s"):
         await ProcessRunner.start(FailingSource("sleep"), RunnerLimits(start_s_max=0.7))
-    assert not psutil.Process().children()
+    assert not children()
 
 
 async def test_a_process_that_can_not_be_started_is_an_error_and_leaves_nothing_open(monkeypatch):
@@ -450,11 +450,11 @@ async def test_a_process_that_can_not_be_started_is_an_error_and_leaves_nothing_
 
 async def test_a_start_that_is_cancelled_leaves_nothing_behind():
     starting = asyncio.ensure_future(ProcessRunner.start(FailingSource("sleep"), LIMITS))
-    await settled(lambda: psutil.Process().children())
+    await settled(children)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not psutil.Process().children()
+    assert not children()
 
 
 @pytest.mark.slow
@@ -467,7 +467,7 @@ async def test_ten_deaths_leave_no_memory_descriptors_threads_or_zombies():
                 before = process.num_fds(), process.num_threads(), process.memory_info().rss
             os.kill(runner.pid, signal.SIGKILL)
         check(await collect(engine.submit(spec("last"))))
-        assert len(process.children()) == 1
+        assert len(children()) == 1
         assert process.num_fds() <= before[0]
         assert process.num_threads() <= before[1]
         assert process.memory_info().rss - before[2] < 8 * 2**20

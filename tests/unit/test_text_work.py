@@ -17,7 +17,7 @@ from engine.text_work.places import TooDear
 from engine.text_work.process import TextProcess, TextProcessDied
 from server.isolation import SHORT_BYTES, TextWork
 from server.slots import Turn
-from tests.support.process import HANGS_S
+from tests.support.process import HANGS_S, children
 from tests.support.text_jobs import Broken, Die, Eat, Pid, Scripted, Spin
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(HANGS_S)]
@@ -76,10 +76,10 @@ async def test_the_memory_of_a_job_is_bounded() -> None:
 
 
 async def test_what_can_not_be_loaded_says_why_and_leaves_nothing() -> None:
-    before = len(psutil.Process().children())
+    before = len(children())
     with pytest.raises(ValueError, match="it is broken"):
         await TextWork.in_processes(Broken())
-    assert len(psutil.Process().children()) == before
+    assert len(children()) == before
 
 
 async def test_a_waiting_short_text_passes_a_long_one_that_takes_for_ever() -> None:
