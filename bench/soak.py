@@ -252,7 +252,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", choices=("default", "scripted"), default="default")
     parser.add_argument("--sessions", type=int, default=6)
     parser.add_argument("--alive", type=int, default=5, help="requests alive in each session, at most")
-    parser.add_argument("--kill-every-s", type=float, default=60.0)
+    parser.add_argument("--kill-every-s", type=float, default=50.0)
     parser.add_argument("--retention-s", type=float, default=5.0)
     parser.add_argument("--folder", type=Path, default=Path("build"))
     options = parser.parse_args()
