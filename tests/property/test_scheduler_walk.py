@@ -1,6 +1,6 @@
 """A random walk over the scheduler: any calls, in any order, on small pools.
 
-20,000 steps by ``make test``, in parts that run side by side, and half of that with every
+10,000 steps by ``make test`` and as many with every
 plan made while the step before is in flight; 40,000 in CI, 100,000 by ``make test-deep``,
 a million by ``make soak``. The state machine beside it draws the same calls with Hypothesis and
 finds the shortest failing run; this one goes further for the same time.
@@ -91,7 +91,7 @@ AT_LEAST_IN_SOAKS = {"refused a level": 50, "displaced for a level": 5}
 
 
 @pytest.mark.timeout(120 if NUM_STEPS <= 10_000 else 0)
-@pytest.mark.parametrize("seed", rarer_from(2, 4, SEEDS))
+@pytest.mark.parametrize("seed", rarer_from(1, 4, SEEDS))
 def test_a_random_walk_keeps_every_invariant(seed):
     if EPISODE:
         depth = int(os.environ.get("VORRANG_WALK_DEPTH", "0"))
