@@ -10,6 +10,7 @@ Texts (tokenising, chat templates, bad words, detokenising) are done here: short
 long ones by a worker each, so that no short one ever waits for a long one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -54,13 +55,13 @@ class TextWork:
     """Works on callers' texts. All methods are for the event loop's thread.
 
     Args:
-        short: does short ones; one place, so that texts of one caller and level are done in their order.
+        short: does short ones; several may.
         long: does the others.
     """
 
-    def __init__(self, short: TextPlace, long: TextPlace) -> None:
-        self._places = (short, long)
-        self._free = {True: [short], False: [long]}
+    def __init__(self, short: Sequence[TextPlace], long: TextPlace) -> None:
+        self._places = (*short, long)
+        self._free = {True: list(short), False: [long]}
         self._slots = {
             is_short: Slots(
                 name,
@@ -74,7 +75,9 @@ class TextWork:
     @classmethod
     def on_threads(cls, tokenizer: Tokenizer) -> "TextWork":
         """Done by threads of this process."""
-        return cls(TextThread(tokenizer, "short-texts"), TextThread(tokenizer, "long-texts"))
+        names = ("short-texts-0", "short-texts-1", "long-texts")
+        *short, long = (TextThread(tokenizer, name) for name in names)
+        return cls(short, long)
 
     @classmethod
     async def in_processes(cls, source: TokenizerSource) -> "TextWork":
@@ -88,7 +91,7 @@ class TextWork:
         """
         short = TextProcess(source)
         await short.start()
-        return cls(short, TextProcess(source, niceness=LONG_NICENESS))
+        return cls([short], TextProcess(source, niceness=LONG_NICENESS))
 
     def warm_up(self) -> None:
         """Load what the first chat would wait for; nobody waits for it."""

@@ -209,7 +209,7 @@ async def test_closing_ends_the_wait_for_room(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_text_whose_process_can_not_be_started_is_refused_for_now(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    text = TextWork(TextProcess(Scripted()), TextProcess(Scripted()))
+    text = TextWork([TextProcess(Scripted())], TextProcess(Scripted()))
     turn = Turn(lambda: 0, "")
     job = EncodeText("abc", PromptLimit(100, 8))
     try:

@@ -2,9 +2,7 @@
 
 import asyncio
 import os
-import threading
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,9 @@ import pytest
 
 from engine.errors import ContextExceeded, InvalidRequest
 from engine.runner.scripted import ScriptedTokenizer
-from engine.text import ChatMessage, PromptLimit, Tokenizer
+from engine.text import ChatMessage, PromptLimit
 from engine.text_work.jobs import Decode, EncodeChat, EncodePieces, EncodeText
-from engine.text_work.places import TextJob, TooDear
+from engine.text_work.places import TooDear
 from engine.text_work.process import TextProcess, TextProcessDied
 from server.isolation import SHORT_BYTES, TextWork
 from server.slots import Turn
@@ -55,35 +53,6 @@ async def test_a_text_that_takes_too_long_is_ended_alone_and_typed() -> None:
         await place.close()
 
 
-@dataclass(frozen=True)
-class Waits:
-    """Is over when it is let."""
-
-    may_end: threading.Event
-    num_bytes: int = 5
-
-    def run(self, tokenizer: Tokenizer) -> None:
-        self.may_end.wait(HANGS_S)
-
-
-async def test_what_one_caller_asks_for_first_is_done_first_even_if_it_takes_longer() -> None:
-    text = TextWork.on_threads(ScriptedTokenizer())
-    may_end, done = threading.Event(), list[str]()
-
-    async def ask(name: str, job: TextJob[Any]) -> None:
-        await text.run(job, Turn(lambda: 0, ""))
-        done.append(name)
-
-    async with asyncio.TaskGroup() as group:
-        group.create_task(ask("first", Waits(may_end)))
-        await asyncio.sleep(0)
-        group.create_task(ask("second", EncodeText("a", LIMIT)))
-        await asyncio.sleep(0.05)  # in which a second thread would have done it
-        may_end.set()
-    await text.close()
-    assert done == ["first", "second"]
-
-
 async def test_a_process_that_was_killed_is_replaced_and_its_job_done_again(tmp_path: Path) -> None:
     place = TextProcess(Scripted())
     try:
@@ -114,7 +83,7 @@ async def test_what_can_not_be_loaded_says_why_and_leaves_nothing() -> None:
 
 
 async def test_a_waiting_short_text_passes_a_long_one_that_takes_for_ever() -> None:
-    work = TextWork(TextProcess(Scripted()), TextProcess(Scripted(), cpu_s_max=3600))
+    work = TextWork([TextProcess(Scripted())], TextProcess(Scripted(), cpu_s_max=3600))
     try:
         long = asyncio.create_task(work.run(Spin(SHORT_BYTES + 1), Turn(lambda: -100, "")))
         await asyncio.sleep(0)
