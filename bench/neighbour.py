@@ -200,9 +200,7 @@ def main() -> None:
         addresses = {
             threads: stack.enter_context(serving("--threads", str(threads))).address for threads in THREADS
         }
-        for (
-            address
-        ) in addresses.values():  # a first load fills caches, and shows the runner what its cores are worth
+        for address in addresses.values():  # a first load fills caches
             asyncio.run(observe(address))
         rounds = [measure_round(addresses, options.loops, turn) for turn in range(options.rounds)]
     figures = figures_of(rounds, options.loops)

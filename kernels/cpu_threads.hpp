@@ -15,11 +15,11 @@
 #include <chrono>
 #include <climits>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
-#include <cstdint>
 #include <system_error>
 #include <thread>
 
@@ -144,7 +144,7 @@ class Adviser {
     static constexpr i64 kPauseMinNs = 50'000'000, kPauseMaxNs = 1'600'000'000, kProvenNs = 500'000'000;
     static constexpr i64 kPatienceNs = 8'000'000'000;
     static constexpr double kClearly = 0.2;  // of the gain, for what was lost without being seen and by trying
-    static constexpr double kGain = 0.5;  // threads take memory bandwidth from each other: of two, 1.5 is left
+    static constexpr double kGain = 0.5;     // threads take memory bandwidth from each other: of two, 1.5 is left
 
     void change(int number, i64 now)
     {
@@ -161,11 +161,14 @@ class Adviser {
 // Time in which operations follow each other with one number of threads, long enough to judge by.
 class Window {
   public:
-    // An operation by `number` threads begins. After a pause, or with another number, the window is a new one.
+    // An operation by `number` threads begins. After a pause, with another number or for another caller, whose delays
+    // are others, the window is a new one.
     void begin(i64 now, int number)
     {
-        if (number == number_ && now - end_ns_ < kPauseNs) return;
+        const pid_t caller = this_thread();
+        if (number == number_ && caller == caller_ && now - end_ns_ < kPauseNs) return;
         number_ = number;
+        caller_ = caller;
         restart(now);
     }
 
@@ -208,6 +211,7 @@ class Window {
     }
 
     int number_ = 0;
+    pid_t caller_ = 0;
     i64 begin_ns_ = 0, end_ns_ = 0, spent_ns_ = 0, waited_ns_ = 0, delay_ns_ = 0;
     double helped_ns_ = 0;
 };
@@ -305,7 +309,6 @@ class Team {
 
     static constexpr i64 kIdleSpinNs = 100'000;  // so long a helper looks for parts before it sleeps,
     static constexpr i64 kWaitSpinNs = 50'000;   // and the caller for the end of the last ones
-
     static constexpr int kNiceness = 3;
 
     // What is left of an operation: its number in the upper half, parts that nobody has begun in the lower. Both

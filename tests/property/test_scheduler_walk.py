@@ -1,9 +1,9 @@
 """A random walk over the scheduler: any calls, in any order, on small pools.
 
-10,000 steps by ``make test`` and as many with every
-plan made while the step before is in flight; 40,000 in CI, 100,000 by ``make test-deep``,
-a million by ``make soak``. The state machine beside it draws the same calls with Hypothesis and
-finds the shortest failing run; this one goes further for the same time.
+10,000 steps by ``make test``, and as many with every plan made while the step before is
+in flight; 40,000 in CI, 100,000 by ``make test-deep``, a million by ``make soak``. The
+state machine beside it draws the same calls with Hypothesis and finds the shortest
+failing run; this one goes further for the same time.
 """
 
 import os
