@@ -25,11 +25,13 @@ func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
 	}
 	ctx := within(t)
 	var begun, users sync.WaitGroup
+	cut := make(chan struct{})
 	var ended, checked atomic.Int32
 	begun.Add(numStreams)
 	for i := range numStreams {
 		prompt := fmt.Sprintf("stream %d", i)
-		// A small window keeps the server near the reader, so that the cut is in the middle on both sides.
+		// A small window keeps the server near the reader, who stops here until the cut: it is in the middle on both
+		// sides.
 		stream := start(t, sessions[i%len(sessions)], prompt, vorrang.WithMaxTokens(numTokens), vorrang.WithCredit(32))
 		users.Go(func() {
 			begin := sync.OnceFunc(begun.Done)
@@ -37,6 +39,7 @@ func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
 			text, err := readWithoutGap(ctx, stream, func(got int) {
 				if got >= cutAfter {
 					begin()
+					<-cut
 				}
 			})
 			ended.Add(1)
@@ -55,6 +58,7 @@ func TestAHundredStreamsSurviveTheLossOfTheirConnection(t *testing.T) {
 		tokens[i], losses[i] = session.Info().Token, session.Disconnected()
 	}
 	p.cut()
+	close(cut)
 	users.Wait()
 	equal(t, "checked", checked.Load(), numStreams)
 	for i, session := range sessions {

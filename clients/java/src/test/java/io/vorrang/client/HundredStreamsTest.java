@@ -34,7 +34,7 @@ class HundredStreamsTest {
       for (int i = 0; i < NUM_STREAMS; i++) {
         // A small window keeps the server near the reader, so that the cut is in the middle on both sides.
         var request = Scripted.request("stream " + i, NUM_TOKENS).creditTokens(32).build();
-        probes.add(Probe.on(sessions.get(i % sessions.size()).start(request), Long.MAX_VALUE));
+        probes.add(stoppingBeforeTheCut(sessions.get(i % sessions.size()).start(request)));
       }
       Probe.await(
           "tokens of everybody",
@@ -46,6 +46,7 @@ class HundredStreamsTest {
         Probe.await("the session to notice", () -> !session.isConnected());
       }
       proxy.refuse(false);
+      probes.forEach(probe -> probe.request(Long.MAX_VALUE));
       for (int i = 0; i < NUM_STREAMS; i++) {
         assertEquals(NUM_TOKENS, probes.get(i).finished().usage().outputTokens());
         assertEquals(Scripted.continuation("stream " + i, NUM_TOKENS), probes.get(i).text());
@@ -53,6 +54,22 @@ class HundredStreamsTest {
       }
       assertEquals(tokens, sessions.stream().map(session -> session.info().token()).toList());
     }
+  }
+
+  /** Asks for one event after the other until enough tokens are there, so that no stream ends before the cut. */
+  private static Probe stoppingBeforeTheCut(EventStream stream) {
+    var probe =
+        new Probe(1) {
+          @Override
+          public void onNext(Event event) {
+            super.onNext(event);
+            if (tokens() < CUT_AFTER_TOKENS) {
+              request(1);
+            }
+          }
+        };
+    stream.subscribe(probe);
+    return probe;
   }
 
   private static void assertNoGap(Probe probe) {
