@@ -245,6 +245,13 @@ class Request:
         return self.num_scored_tokens is None or self.num_scored_tokens >= self.num_prompt_tokens - 1
 
     @property
+    def num_tokens_to_score(self) -> int:
+        """Tokens to compute that will tell how likely the next one was; a prompt's last tells nothing."""
+        if self.num_scored_tokens is None:
+            return 0
+        return max(0, self.num_prompt_tokens - 1 - self.num_computed_tokens)
+
+    @property
     def is_prefilling(self) -> bool:
         """Whether known tokens are still to be computed; a decode misses its last output token alone."""
         num_tokens = len(self.token_ids) + self.num_outputs_in_flight

@@ -61,6 +61,8 @@ class SchedulerConfig:
         max_step_tokens: tokens one step may process; at least one per seat, so
             that decodes never crowd out a more urgent request.
         max_chunk_tokens: most prompt tokens one request computes in one step.
+        max_scored_tokens: most prompt tokens of a step whose log probabilities are told, of all requests
+            together, one each at least: such a token takes a row as long as the vocabulary.
         max_context_tokens: longest prompt + output.
         max_waiting_requests: longest queue of requests that were never admitted.
         max_tenant_waiting_requests: the same for one tenant.
@@ -95,6 +97,7 @@ class SchedulerConfig:
     max_running_requests: int = 16
     max_step_tokens: int = 512
     max_chunk_tokens: int = 256
+    max_scored_tokens: int = 32
     max_context_tokens: int = 2048
     max_waiting_requests: int = 1024
     max_tenant_waiting_requests: int = 100_000

@@ -36,12 +36,15 @@ class StepDraft:
         kept_out: what kept those out that were looked at; those behind them are not.
         num_preemptions: preemptions for arrivals so far.
         max_requests: requests that may be granted tokens; None = no limit but the tokens.
+        num_scored: tokens granted whose log probabilities are told.
     """
 
-    def __init__(self, step: int, now: float, budget_tokens: int) -> None:
+    def __init__(self, step: int, now: float, budget_tokens: int, max_scored_tokens: int) -> None:
         self.step = step
         self.now = now
         self.budget_tokens = budget_tokens
+        self.num_scored = 0
+        self._max_scored_tokens = max_scored_tokens
         self.decodes: list[Request] = []
         self.num_drafts = 0
         self.granted: dict[Request, int] = {}
@@ -54,7 +57,11 @@ class StepDraft:
     def grant(self, request: Request, num_tokens: int) -> None:
         """Let a request compute ``num_tokens`` more in this step."""
         assert 0 < num_tokens <= self.budget_tokens
-        self.granted[request] = self.granted.get(request, 0) + num_tokens
+        granted = self.granted.get(request, 0)
+        if request.num_scored_tokens is not None:
+            to_score = request.num_tokens_to_score
+            self.num_scored += min(granted + num_tokens, to_score) - min(granted, to_score)
+        self.granted[request] = granted + num_tokens
         self.budget_tokens -= num_tokens
 
     @property
@@ -77,7 +84,10 @@ class StepDraft:
         self.budget_tokens -= len(token_ids)
 
     def grant_chunk(self, request: Request, max_chunk_tokens: int, limit_tokens: int | None = None) -> int:
-        """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted."""
+        """Let a request compute what chunk, budget and ``limit_tokens`` allow; returns the tokens granted.
+
+        Of tokens that are scored the step has ``max_scored_tokens``, and one for each request beyond them.
+        """
         if request.awaits_mask and request.num_missing_tokens == 1:
             return 0
         granted = self.granted.get(request, 0)
@@ -87,6 +97,9 @@ class StepDraft:
         num_tokens = min(num_tokens, self.budget_tokens)
         if limit_tokens is not None:
             num_tokens = min(num_tokens, limit_tokens)
+        left = max(self._max_scored_tokens - self.num_scored, 0 if granted else 1)
+        if request.num_tokens_to_score - granted > left:
+            num_tokens = min(num_tokens, left)
         if num_tokens > 0:
             self.grant(request, num_tokens)
         return max(0, num_tokens)
@@ -103,7 +116,9 @@ class StepDraft:
     def take_back(self, request: Request) -> None:
         """Undo a grant; harmless when there is none."""
         if request in self.granted:
-            self.budget_tokens += self.granted.pop(request)
+            granted = self.granted.pop(request)
+            self.budget_tokens += granted
+            self.num_scored -= min(granted, request.num_tokens_to_score)
         elif request in self.decodes:
             self.decodes.remove(request)
             self.budget_tokens += 1

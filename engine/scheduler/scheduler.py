@@ -300,7 +300,7 @@ class Scheduler:
     def _filled(self, now: float) -> StepDraft:
         """The next step, decided."""
         self._step += 1
-        draft = StepDraft(self._step, now, self.config.max_step_tokens)
+        draft = StepDraft(self._step, now, self.config.max_step_tokens, self.config.max_scored_tokens)
         for request_id in self._deadlines.expired(now, self._state.requests):
             request = self._state.requests[request_id]
             draft.events.append(self._state.finish(request, FinishReason.TIME_LIMIT, now))

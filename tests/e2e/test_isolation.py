@@ -32,9 +32,9 @@ from vorrang.v1 import types_pb2 as types
 # Its busy neighbour would spoil the timing of whatever runs beside it: `make test-isolation` runs it alone.
 pytestmark = [pytest.mark.asyncio, pytest.mark.model, pytest.mark.deep, pytest.mark.timeout(3 * HANGS_S)]
 
-#: Seconds that a stream and a probe may wait whatever the run without calls says; and beside other tests,
-#: which take both processors by themselves.
-GAP_S, GAP_BESIDE_TESTS_S = 0.4, 1.5
+#: Seconds that a stream and a probe may wait whatever the run without calls says, on a quiet machine (four
+#: connections' messages of 4 MB, received and parsed, take 0.1 s of two processors); and on any machine.
+GAP_S, GAP_ANYWHERE_S = 0.2, 0.6
 WINDOW_S, PAUSE_S = 0.6, 0.25
 CASES = cases()
 #: One or two of each kind; the others are deep.
@@ -82,9 +82,7 @@ def arena(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Arena]:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(default_model_folder() / name, folder / name)
     config = folder / "settings.toml"
-    config.write_text(
-        "[scheduler]\nmax_step_tokens = 32\nmax_context_tokens = 8192\nmax_running_requests = 8\n"
-    )
+    config.write_text("[scheduler]\nmax_context_tokens = 8192\nmax_running_requests = 8\n")
     settings = ("--threads", "1", "--kv-blocks", "4096", "--config", str(config))
     neighbour = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -198,12 +196,12 @@ async def check(arena: Arena, names: tuple[str, ...], window_s: float, gap_s: fl
 
 
 async def test_what_one_caller_makes_dear_no_other_waits_for(arena: Arena) -> None:
-    await check(arena, QUICK, WINDOW_S, GAP_BESIDE_TESTS_S)
+    await check(arena, QUICK, WINDOW_S, GAP_ANYWHERE_S)
 
 
 @pytest.mark.parametrize("name", ["grammar nested stars", "grammar nested arrays"])
 async def test_a_dear_grammar_costs_its_request_alone(arena: Arena, name: str) -> None:
-    await check(arena, (name,), WINDOW_S, GAP_BESIDE_TESTS_S)
+    await check(arena, (name,), WINDOW_S, GAP_ANYWHERE_S)
 
 
 @pytest.mark.deep

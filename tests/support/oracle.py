@@ -110,6 +110,8 @@ def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing)
     if len(prefills) < 2 or starving or any(isinstance(e, Preempted) for e in plan.events):
         return  # the starved have a share of their own; what a victim gives back goes to its beneficiary
     for first in prefills:
+        if first.num_scored_tokens is not None:
+            continue  # see check_scored
         if granted.get(first.request_id, 0) < min(first.num_missing_tokens, driver.config.max_chunk_tokens):
             for second in prefills:
                 late = admissible.comes_after(driver, second, first) and second.request_id in granted
@@ -119,6 +121,16 @@ def check_order(driver: "Driver", plan: Plan, before: Standing, after: Standing)
                     if not admissible.comes_after(driver, w, first)
                 )
                 assert not late, f"{second.request_id} computed while {first.request_id} could have"
+
+
+def check_scored(driver: "Driver", plan: Plan) -> None:
+    """Rule 2: who scores more than one token of its prompt does so within the share of all of them."""
+    scored = [
+        min(grant.num_tokens, len(spec.prompt_token_ids) - 1 - grant.start)
+        for grant in plan.grants
+        if (spec := driver.seen[grant.request_id].spec).sampling.prompt_logprobs is not None
+    ]
+    assert sum(n for n in scored if n > 1) <= driver.config.max_scored_tokens, "too much was scored in a step"
 
 
 def check_growth(driver: "Driver", plan: Plan, before: Standing, after: Standing) -> None:

@@ -62,6 +62,7 @@ def check_plan(driver: "Driver", plan: Plan, before: Standing, after: Standing, 
                 assert request.request_id in ids, "a decode was left out"
     if config.discipline == "static" and before.seated & after.seated:
         assert before.seated >= after.seated, "somebody joined a batch that was closed"
+    oracle.check_scored(driver, plan)
     oracle.check_watermark(driver, before, after)
     oracle.check_growth(driver, plan, before, after)
     oracle.check_victims(driver, plan, before, after)
@@ -99,8 +100,11 @@ def _stall_bound(driver: "Driver") -> tuple[float, float]:
     """Longest wait before the starved tier, and longest turn in it, in seconds; a step takes one."""
     config, longest = driver.config, driver.longest
     pool_tokens = driver.blocks.num_blocks * driver.blocks.block_size
-    drain = pool_tokens / max(1, config.max_step_tokens - config.max_running_requests) + longest
-    share = max(1, config.num_reserved_tokens(config.max_step_tokens - config.max_running_requests))
+    num_tokens = max(1, config.max_step_tokens - config.max_running_requests)
+    share = max(1, config.num_reserved_tokens(num_tokens))
+    if any(seen.spec.sampling.prompt_logprobs is not None for seen in driver.seen.values()):
+        num_tokens, share = (min(n, config.max_scored_tokens) for n in (num_tokens, share))
+    drain = pool_tokens / num_tokens + longest
     serve = longest / share + longest
     if config.discipline == "prefill_first":
         drain, serve = 2 * drain, 2 * serve  # two kinds of steps take turns

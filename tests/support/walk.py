@@ -150,6 +150,7 @@ class Episode:
             "max_running_requests": seats,
             "max_step_tokens": seats + pick([0, 1, 3, 6, 12]),
             "max_chunk_tokens": rng.randint(1, 9),
+            "max_scored_tokens": pick([1, 3, 32]),
             "preempt_level_gap": pick([1, 1, 5]),
             "watermark": pick([0.0, 0.0, 0.02, 0.3]),
             "prefix_cache": rng.random() < 0.6,

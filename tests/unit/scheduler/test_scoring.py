@@ -65,3 +65,35 @@ def test_siblings_wait_for_a_prompt_however_short_it_is():
     assert [cached(drive, f"s{index}") for index in range(3)] == [0, 8, 8]
     assert len({drive.blocks.table(f"s{index}")[0] for index in range(3)}) == 1
     drive.finish()
+
+
+def test_what_a_step_scores_of_all_prompts_together_is_bounded():
+    drive = driver(max_step_tokens=64, max_chunk_tokens=32, max_scored_tokens=8)
+    drive.submit("plain", PROMPT)
+    drive.submit("first", [*PROMPT, 5], prompt_logprobs=3)
+    drive.submit("second", [*PROMPT, 6], prompt_logprobs=0)
+    steps = [{g.request_id: g.num_tokens for g in drive.step().grants} for _ in range(5)]
+    # One each at least: who has a seat makes progress.
+    assert steps[0] == {"plain": 32, "first": 8, "second": 1}
+    assert [step["first"] for step in steps] == [8, 8, 8, 8, 9]  # its last token scores no other
+    drive.finish()
+
+
+def test_only_what_is_scored_counts():
+    drive = driver(max_step_tokens=64, max_chunk_tokens=32, max_scored_tokens=4, prefix_cache=False)
+    drive.submit("scored", PROMPT[:9], prompt_logprobs=0, max_tokens=30)
+    for _ in range(14):
+        drive.step()
+    request = drive.scheduler.find("scored")
+    assert request.num_output_tokens > 8
+    drive.preempt("scored")
+    grants = [drive.step().grants[0] for _ in range(2)]
+    assert [(g.start, g.num_tokens) for g in grants] == [(0, 4), (4, request.num_tokens - 5)]
+    drive.finish()
+
+
+def test_it_bounds_nobody_else():
+    drive = driver(max_step_tokens=64, max_chunk_tokens=32, max_scored_tokens=1)
+    drive.submit("plain", PROMPT)
+    assert [g.num_tokens for g in drive.step().grants] == [32]
+    drive.finish()
