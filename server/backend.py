@@ -277,6 +277,29 @@ class Backend:
         ids = await self.work_on(pieces_of(draft.bad_words), turn)
         return dataclasses.replace(draft, sampling=banned_by_words(draft.sampling, draft.bad_words, ids))
 
+    async def ready(self, draft: Draft, level: int, turn: Turn) -> tuple[Draft, Sequence[int]] | None:
+        """The draft with its grammar compiled, its bad words as ids, and its prompt's token ids.
+
+        Returns:
+            None when the draft's own time ran out first.
+
+        Raises:
+            VorrangError: see ``prepare``, ``with_bad_words`` and ``token_ids_of``.
+
+        Cancellation: see those.
+        """
+        deadlines = [time for time in (draft.queue_deadline, draft.total_deadline) if time is not None]
+        left_s = min(deadlines) - self.engine.now() if deadlines else None
+        try:
+            async with asyncio.timeout(left_s) as time_limit:
+                await self.prepare(draft, level)
+                draft = await self.with_bad_words(draft, turn)
+                return draft, await self.token_ids_of(draft, turn)
+        except TimeoutError:
+            if not time_limit.expired():
+                raise
+            return None
+
     def spend(self, num_tokens: int) -> None:
         """Tokens were made for the caller, and no request of it will be charged with them."""
         self._rates.spend(CALLER.get().tenant, num_tokens)
@@ -450,7 +473,7 @@ class Backend:
             max_buffered_tokens=engine.max_buffered_tokens,
             max_label_bytes=convert.MAX_LABEL_BYTES,
             max_prompt_logprobs=MAX_PROMPT_LOGPROBS,
-            max_outputs=MAX_OUTPUTS,
+            max_outputs=min(MAX_OUTPUTS, engine.config.max_waiting_requests),
             max_logit_biases=MAX_LOGIT_BIASES,
             max_listed_token_ids=MAX_LISTED_TOKEN_IDS,
             max_banned_sequences=MAX_BANNED_SEQUENCES,

@@ -15,7 +15,7 @@ import grpc.aio
 from engine.errors import DeadlineExceeded, InvalidRequest
 from engine.events import Delta, Failed, Finished, OutputFinished, PromptLogProbs
 from engine.handle import Handle
-from engine.request import FinishReason
+from engine.request import FinishReason, RequestId, Usage
 from engine.text_work.jobs import Decode
 from server import convert
 from server.backend import Backend
@@ -32,6 +32,8 @@ from server.ticket import Ticket
 from vorrang.v1 import generation_pb2 as gen
 
 SERVICE = "vorrang.v1.GenerationService"
+#: How a request ends whose time runs out while its text waits.
+_OUT_OF_TIME = convert.finished(Finished(RequestId(""), FinishReason.TIME_LIMIT, Usage()))
 
 
 class GenerationService:
@@ -79,6 +81,13 @@ class GenerationService:
         ticket = await self._start(
             request, context, lambda handle: flows[0].update(handle.num_buffered_tokens)
         )
+        if isinstance(ticket, gen.AcceptedEvent):
+            for frame in (
+                gen.GenerateStreamResponse(sequence=1, accepted=ticket),
+                gen.GenerateStreamResponse(sequence=2, finished=_OUT_OF_TIME),
+            ):
+                await _write(context, frame)
+            return
         flow = Flow(
             ticket.handle,
             granted_tokens=None,  # a call has no frames to grant with: what it does not read parks it
@@ -117,6 +126,11 @@ class GenerationService:
         Cancellation: the request is cancelled before the next step.
         """
         ticket = await self._start(request, context)
+        if isinstance(ticket, gen.AcceptedEvent):
+            output = gen.GenerateOutput(finished=_OUT_OF_TIME)
+            num_outputs = request.spec.num_outputs
+            outputs = [output] * num_outputs if num_outputs > 1 else []
+            return gen.GenerateResponse(accepted=ticket, finished=_OUT_OF_TIME, outputs=outputs)
         response = gen.GenerateResponse(accepted=ticket.accepted)
         outputs = [gen.GenerateOutput() for _ in range(max(1, request.spec.num_outputs))]
         pieces: list[list[str]] = [[] for _ in outputs]
@@ -212,7 +226,8 @@ class GenerationService:
         request: gen.GenerateStreamRequest | gen.GenerateRequest,
         context: Any,
         on_ready: Callable[[Handle], None] | None = None,
-    ) -> Ticket:
+    ) -> Ticket | gen.AcceptedEvent:
+        """Submit what a call asks for; its first event alone when its time ran out while its text waited."""
         received_at = self._backend.engine.now()
         metadata = context.invocation_metadata() or ()
         metadata_level = level_of(metadata)
@@ -228,10 +243,11 @@ class GenerationService:
         deadline = None if remaining_s is None else self._backend.engine.now() + remaining_s
         levels = (draft.level, metadata_level, self._backend.default_level)
         level = next(level for level in levels if level is not None)
-        await self._backend.prepare(draft, level)
-        turn = self._backend.turn(lambda: level)
-        draft = await self._backend.with_bad_words(draft, turn)
-        token_ids = await self._backend.token_ids_of(draft, turn)
+        ready = await self._backend.ready(draft, level, self._backend.turn(lambda: level))
+        if ready is None:
+            allowed = self._backend.allowed_level(level)
+            return gen.AcceptedEvent(level=allowed, requested_level=level, capped=allowed != level)
+        draft, token_ids = ready
         return self._backend.submit(
             draft, token_ids, level, client_id, on_ready, deadline=deadline, received_at=received_at
         )

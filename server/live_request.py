@@ -56,7 +56,7 @@ class LiveRequest:
         retryable: whether it failed in a way that leaves its id free for another attempt.
         reprioritizations: how often its priority may be changed.
         turn_level: level of its turn; None = that which was asked for at first.
-        left: whether it was cancelled while it waited for that.
+        left: whether it ended while it waited for that.
         turn: its turn at work on its text, before it is submitted.
     """
 
@@ -177,14 +177,14 @@ class LiveRequest:
         frame.failed.CopyFrom(convert.failed(error))
         self._ended_early(frame)
 
-    def cancelled(self) -> None:
-        """It never was the engine's: it left while it waited for its turn."""
+    def ended_before(self, reason: FinishReason) -> None:
+        """It never was the engine's: it was cancelled, or its time ran out, while its text waited."""
         self.left = True
         frame = self._frame()
         frame.accepted.level = frame.accepted.requested_level = self.level
         self._keep(frame, 0)
         frame = self._frame()
-        frame.finished.CopyFrom(convert.finished(Finished(RequestId(""), FinishReason.CANCELLED, Usage())))
+        frame.finished.CopyFrom(convert.finished(Finished(RequestId(""), reason, Usage())))
         self._ended_early(frame)
 
     def _ended_early(self, frame: gen.SessionResponse) -> None:

@@ -77,7 +77,7 @@ TABLE: Mapping[str, Metric] = {
         _gauge("vorrang_draining", "1 while no new requests are taken."),
         _counter("vorrang_requests_accepted", "Requests that were let into the queue.", *_BY_TENANT),
         _counter("vorrang_requests_ended", "Requests that have ended, by reason.", *_BY_TENANT, "reason"),
-        _counter("vorrang_refusals", "Calls and requests that were refused, by reason.", "tenant", "reason"),
+        _counter("vorrang_refusals", "What was refused, by reason.", "tenant", "reason"),
         _counter("vorrang_prompt_tokens", "Prompt tokens of requests that started.", *_BY_TENANT),
         _counter("vorrang_cached_tokens", "Those of them that were found in the prefix cache.", *_BY_TENANT),
         _counter("vorrang_output_tokens", "Output tokens.", *_BY_TENANT),
@@ -170,7 +170,7 @@ class Metrics:
     # What is told
 
     def refused(self, tenant: str, reason: str) -> None:
-        """A call or request was refused; ``reason`` is one of the error table's."""
+        """A call, request or command was refused; ``reason`` is one of the error table's."""
         self._refusals[self._label(tenant), reason] += 1
 
     def credit_stalled(self, spec: RequestSpec) -> None:

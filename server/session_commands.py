@@ -11,10 +11,11 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from engine import errors as e
+from engine.request import FinishReason
 from server import convert
 from server.backend import Backend, server_version
 from server.convert import Draft
-from server.errors import public, status_of
+from server.errors import public, row_of, status_of
 from server.flow import Flow
 from server.live_request import LiveRequest
 from server.metadata import MAX_REQUEST_ID_BYTES, check_request_id
@@ -87,7 +88,11 @@ class SessionCommands:
             else:
                 self._command(self._record, command, client_id, body)
         except Exception as error:
-            await self._writer.put(_rejected(error, command, client_id))
+            await self._reject(error, command, client_id)
+
+    async def _reject(self, error: Exception, command: str, client_id: str) -> None:
+        self._backend.metrics.refused(self._tenant, row_of(public(error)).reason)
+        await self._writer.put(_rejected(error, command, client_id))
 
     def leave(self) -> None:
         """The stream has ended: what was being prepared never was, the rest may be taken up."""
@@ -245,15 +250,18 @@ class SessionCommands:
         Cancellation: the request never was.
         """
         try:
-            await self._backend.prepare(draft, request.level)
             turn = request.turn = self._backend.turn(
                 lambda: request.level if request.turn_level is None else request.turn_level
             )
-            draft = await self._backend.with_bad_words(draft, turn)
-            token_ids = await self._backend.token_ids_of(draft, turn)
+            ready = await self._backend.ready(draft, request.level, turn)
             if before is not None:
                 await before.wait()
-            if self._registry.find(self._tenant, request.client_id) is request:  # not started anew elsewhere
+            if ready is None:
+                request.ended_before(FinishReason.TIME_LIMIT)
+            elif (
+                self._registry.find(self._tenant, request.client_id) is request
+            ):  # not started anew elsewhere
+                draft, token_ids = ready
                 ticket = self._backend.submit(
                     draft,
                     token_ids,
@@ -264,7 +272,7 @@ class SessionCommands:
                 )
                 request.submitted(ticket)
         except e.Cancelled:  # while it waited for its turn
-            request.cancelled()
+            request.ended_before(FinishReason.CANCELLED)
         except Exception as error:
             request.refused(public(error))
         finally:
@@ -296,7 +304,7 @@ class SessionCommands:
                 if is_submitted:
                     raise
                 # It waits at the level it was started with; the command alone has failed.
-                self._spawn(self._writer.put(_rejected(error, "reprioritize", request.client_id)))
+                self._spawn(self._reject(error, "reprioritize", request.client_id))
 
         request.when_submitted(change)
 

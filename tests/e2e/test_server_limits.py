@@ -247,6 +247,7 @@ async def test_a_priority_that_the_queue_of_its_class_has_no_room_for_is_rejecte
         runner.release()
         for name in ("runs", "one", "two", "large", "early"):
             assert (await session.end_of(name)).HasField("finished"), name
+        assert app.metrics.refusals() == {("", "QUEUE_FULL"): 2, ("", "INVALID_REQUEST"): 1}
 
 
 async def test_outputs_that_can_not_all_wait_displace_nobody_and_count_nowhere() -> None:

@@ -100,6 +100,44 @@ async def test_the_most_urgent_text_is_next_and_a_cancelled_one_leaves() -> None
     assert tokenizer.seen.index("moved") < tokenizer.seen.index("late")
 
 
+async def test_a_text_that_waits_longer_than_its_request_may_costs_the_request() -> None:
+    tokenizer = HeldTokenizer()
+    async with (
+        running_server(tokenizer=tokenizer) as app,
+        grpc.aio.insecure_channel(app.address) as channel,
+        open_session(channel) as session,
+    ):
+        for name in ("held-0", "held-1"):  # one for each worker
+            await session.start(name, spec(name, level=-100))
+        await settled(lambda: app.backend.text.statistics().short.num_running == 2)
+        late = spec("late", level=7, temperature=1.0)
+        late.num_outputs = 2
+        late.queue_timeout.FromMilliseconds(50)
+        await session.start("late", late)
+        session_end = await session.end_of("late")
+        answer = await stub(channel).Generate(gen.GenerateRequest(spec=late))
+        late.ClearField("queue_timeout")
+        late.total_timeout.FromMilliseconds(50)
+        frames = [f async for f in stub(channel).GenerateStream(gen.GenerateStreamRequest(spec=late))]
+        assert app.backend.text.statistics().short.num_waiting == 0
+        tokenizer.go.set()
+        await session.half_close()
+        await session.to_the_end()
+    session.check("late")
+    assert [f.WhichOneof("event") for f in frames] == ["accepted", "finished"]
+    assert answer.accepted.level == frames[0].accepted.level == session.of("late")[0].accepted.level == 7
+    for end in (
+        session_end.finished,
+        answer.finished,
+        frames[1].finished,
+        *(o.finished for o in answer.outputs),
+    ):
+        assert end.reason == types.FINISH_REASON_TIME_LIMIT
+        assert (end.usage.prompt_tokens, end.usage.output_tokens) == (0, 0)
+    assert len(answer.outputs) == 2
+    assert tokenizer.seen == ["held-0", "held-1"]
+
+
 async def test_what_no_context_holds_is_refused_before_it_is_tokenised() -> None:
     tokenizer = HeldTokenizer()
     async with running_server(tokenizer=tokenizer) as app, grpc.aio.insecure_channel(app.address) as channel:
