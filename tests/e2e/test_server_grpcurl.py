@@ -33,6 +33,7 @@ def line_for(method: str) -> str:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
     with server_process() as process:
+        run(line_for("GenerationService/Generate"), process.address)  # or there are no decisions to watch
         yield process
 
 
@@ -69,7 +70,8 @@ def objects(text: str) -> list[dict[str, Any]]:
     ids=lambda line: line.split()[-1],
 )
 def test_every_line_works(server: ServerProcess, line: str) -> None:
-    assert run(line, server.address).strip()
+    # One with a second's time may have nothing to say in it on a slow machine.
+    assert any(run(line, server.address).strip() for _ in range(5))
 
 
 @pytest.mark.slow
