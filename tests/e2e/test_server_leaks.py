@@ -84,8 +84,8 @@ async def test_a_failure_in_any_call_shows_neither_token_nor_prompt(form: str, t
                     kind = "stream" if method.client_streaming else "unary"
                     kind += "_stream" if method.server_streaming else "_unary"
                     call = getattr(channel, kind)(f"/{service.full_name}/{method.name}")
-                    sent = iter([request]) if method.client_streaming else request
-                    running = call(sent, metadata=METADATA)
+                    # What is sent to a call that ends meanwhile may fail by itself; frames have their own test.
+                    running = call(None if method.client_streaming else request, metadata=METADATA)
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await (running.read() if method.server_streaming else running)
                     status = status_in(caught.value)  # looks for secrets in it

@@ -15,10 +15,20 @@ from tests.support.process import HANGS_S, ROOT, environment, run_cli
 SERVE = f"{sys.executable} -m server.cli serve --listen 127.0.0.1:0 --model scripted"
 
 
+def default_signals() -> None:
+    """Tests that run in the background have inherited that these are ignored."""
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def started(command: str, **options: int) -> Iterator["subprocess.Popen[bytes]"]:
     with subprocess.Popen(
-        ["/bin/sh", "-c", f"exec {command}"], cwd=ROOT, env=environment(), **options
+        ["/bin/sh", "-c", f"exec {command}"],
+        cwd=ROOT,
+        env=environment(),
+        preexec_fn=default_signals,
+        **options,
     ) as process:
         try:
             yield process
