@@ -83,7 +83,7 @@ class FairPolicy(PriorityPolicy):
     """
 
     name = "fair"
-    charges_outputs = True
+    is_fixed = False
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})

@@ -1,14 +1,15 @@
 """Who comes first: policies, and the queues kept in their order."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol
+import abc
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import ClassVar
 
 from sortedcontainers import SortedDict
 
 from engine.request import Request, RequestId
 
-#: (urgency, arrival): the fixed part of an order.
-Key = tuple[int, int]
+#: (urgency, a policy's own order, arrival): the fixed part of an order, of no two requests the same.
+Key = tuple[int, ...]
 #: What requests are compared by right now.
 Rank = tuple[float, ...]
 
@@ -47,8 +48,9 @@ class WaitingQueue:
 
     def push(self, request: Request) -> None:
         """Add a request."""
-        assert request.request_id not in self._keys
         key = self._key(request)
+        assert request.request_id not in self._keys
+        assert key not in self._by_key, "two requests with the same key: the queue would lose one"
         self._keys[request.request_id] = key
         self._by_key[key] = request
 
@@ -70,122 +72,106 @@ class WaitingQueue:
             assert key == self._key(request), "a key changed while its request waited"
 
 
-class Policy(Protocol):
+class Policy(abc.ABC):
     """An order of requests. One object belongs to one scheduler.
+
+    A policy whose order is fixed when a request arrives writes ``order`` alone. One whose order moves
+    says so (``is_fixed``) and brings ``rank`` and ``new_queue`` together.
+
+    Args:
+        weights: shares of tenants relative to others, for a policy that looks at tenants.
 
     Attributes:
         name: as in the configuration.
-        uses_level: whether the level means anything.
-        charges_outputs: whether it wants to be told of output tokens.
+        uses_level: whether the level means anything; otherwise all requests are equals, and nobody is
+            preempted for an arrival.
+        is_fixed: whether the order of two requests stays what it is, whatever is computed.
     """
 
-    name: str
-    uses_level: bool
-    charges_outputs: bool
+    name: ClassVar[str]
+    uses_level: ClassVar[bool] = True
+    is_fixed: ClassVar[bool] = True
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """The weights mean nothing to most."""
+
+    def __init_subclass__(cls) -> None:
+        own = {"rank", "new_queue"} & cls.__dict__.keys()
+        if own and (len(own) == 1 or cls.is_fixed):
+            raise TypeError(f"{cls.__name__}: rank and new_queue come together, with is_fixed = False")
+        if "order" in cls.__dict__ and "key" not in cls.__dict__ and cls.key is not Policy.key:
+            raise TypeError(f"{cls.__name__}: inherits a key that does not look at its order")
+
+    @abc.abstractmethod
+    def order(self, request: Request) -> tuple[int, ...]:
+        """What decides inside a level, lower first; it must not change while the request lives.
+
+        Arrival decides among equals, so ``()`` is arrival alone.
+        """
 
     def urgency(self, request: Request) -> int:
         """The level that counts when one request would preempt another; lower is more urgent."""
-        ...
+        return request.level if self.uses_level else 0
 
     def key(self, request: Request) -> Key:
-        """Urgency, then arrival. A preempted request keeps its arrival."""
-        ...
+        """Urgency, then the policy's order, then arrival. A preempted request keeps its arrival."""
+        return (self.urgency(request), *self.order(request), request.arrival_seq)
 
     def rank(self, request: Request) -> Rank:
         """What orders prefills and admissions right now."""
-        ...
-
-    def new_queue(self) -> WaitingQueue:
-        """An empty queue in this order."""
-        ...
-
-    def arrived(self, request: Request) -> None:
-        """A request is about to join the queue for the first time."""
-        ...
-
-    def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """A request got its first seat, and ``num_cached_tokens`` from the prefix cache."""
-        ...
-
-    def goes_on(self, request: Request) -> None:
-        """A request got a seat again after it was parked."""
-        ...
-
-    def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
-        """Each of these requests produced so many output tokens."""
-        ...
-
-    def wait_for_themselves(self, tenants: Collection[str]) -> None:
-        """What waits of these tenants is kept out by their own limits."""
-        ...
-
-    def left(self, request: Request) -> None:
-        """A request has ended."""
-        ...
-
-
-class _StaticPolicy:
-    """A policy whose order is the key alone."""
-
-    name = ""
-    uses_level = False
-    charges_outputs = False
-
-    def urgency(self, request: Request) -> int:
-        """The same for all."""
-        return 0
-
-    def key(self, request: Request) -> Key:
-        """Urgency, then arrival."""
-        return self.urgency(request), request.arrival_seq
-
-    def rank(self, request: Request) -> Rank:
-        """The key."""
         return self.key(request)
 
     def new_queue(self) -> WaitingQueue:
-        """Sorted by the key."""
+        """An empty queue in this order."""
         return WaitingQueue(self.key)
 
     def arrived(self, request: Request) -> None:
-        """Nothing to remember."""
+        """A request is about to join the queue for the first time."""
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
-        """Nothing to remember."""
+        """A request got its first seat, and ``num_cached_tokens`` from the prefix cache."""
 
     def goes_on(self, request: Request) -> None:
-        """Nothing to remember."""
+        """A request got a seat again after it was parked."""
 
     def produced(self, requests: Iterable[Request], num_tokens: int = 1) -> None:
-        """Nothing to remember."""
+        """Each of these requests produced so many output tokens; told unless the order is fixed."""
 
     def wait_for_themselves(self, tenants: Collection[str]) -> None:
-        """Nothing to remember."""
+        """What waits of these tenants is kept out by their own limits."""
 
     def left(self, request: Request) -> None:
-        """Nothing to remember."""
+        """A request has ended."""
 
 
-class FcfsPolicy(_StaticPolicy):
+class FcfsPolicy(Policy):
     """Arrival alone; all requests are equals, so nobody is preempted for an arrival."""
 
     name = "fcfs"
+    uses_level = False
+
+    def order(self, request: Request) -> tuple[int, ...]:
+        """Arrival alone."""
+        return ()
 
     def key(self, request: Request) -> Key:
-        """Arrival."""
+        """As it would be, sooner: it is asked for at every move."""
         return 0, request.arrival_seq
 
 
-class PriorityPolicy(_StaticPolicy):
+class PriorityPolicy(Policy):
     """Level, then arrival."""
 
     name = "priority"
-    uses_level = True
+
+    def order(self, request: Request) -> tuple[int, ...]:
+        """Arrival alone."""
+        return ()
 
     def urgency(self, request: Request) -> int:
-        """The request's level."""
+        """The level; as it would be, sooner."""
         return request.level
 
     def key(self, request: Request) -> Key:
-        """Level, then arrival."""
+        """As it would be, sooner: it is asked for at every move."""
         return request.level, request.arrival_seq

@@ -389,7 +389,7 @@ class Scheduler:
     ) -> None:
         """What was granted by a plan that nobody looked ahead of."""
         state, block_size, running = self._state, self.blocks.block_size, RequestStatus.RUNNING
-        events, charges = booked.events, self.policy.charges_outputs
+        events, charges = booked.events, not self.policy.is_fixed
         for grant in grants:
             request, start, num_tokens, _, output_index = grant
             if request.status is not running:  # it ended, was preempted or parked meanwhile
@@ -443,7 +443,7 @@ class Scheduler:
                     break
             request.num_computed_tokens = start + len(said)
             request.token_ids.extend(said)
-            if self.policy.charges_outputs:
+            if not self.policy.is_fixed:
                 booked.producers.extend([request] * len(said))
             booked.events.append(TokensSampled(request_id, output_index, tuple(said)))
             self._state.filled_block(request)
@@ -453,7 +453,7 @@ class Scheduler:
         self, grants: Sequence[Fields], sampled: Mapping[RequestId, int], now: float, booked: Booked
     ) -> None:
         """What was granted by a plan that was looked ahead of: where requests stand is known already."""
-        finished, charges = RequestStatus.FINISHED, self.policy.charges_outputs
+        finished, charges = RequestStatus.FINISHED, not self.policy.is_fixed
         for request, start, num_tokens, table, output_index in grants:
             if request.status is finished:
                 continue  # computed in vain

@@ -13,7 +13,7 @@ from engine.priority import class_rank
 from engine.request import FinishReason, PreemptReason, Request, RequestId, RequestStatus
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.scheduler.limits import QueueLimits
-from engine.scheduler.order import Policy
+from engine.scheduler.order import Key, Policy
 from engine.scheduler.starvation import StarvationWatch
 from engine.scheduler.tenants import TenantSeats
 from kv.block_manager import BlockManager, PrefixHit
@@ -334,7 +334,8 @@ class SchedulerState:
 
     def running_from(self, urgency: int) -> list[Request]:
         """Running requests of this urgency or less, in policy order; an inherited urgency counts."""
-        running = self.running[bisect_left(self.running, (urgency, -1), key=self.policy.key) :]
+        before_all: Key = (urgency,)
+        running = self.running[bisect_left(self.running, before_all, key=self.policy.key) :]
         if self.inherited:
             running = [r for r in running if self.inherited.get(r, urgency) >= urgency]
         return running

@@ -145,5 +145,5 @@ def _nobody_gets_in(state: SchedulerState, gate: Gate | None) -> bool:
         return False
     if len(state.running) >= config.max_running_requests:
         return True
-    is_fixed = config.discipline == "unified" and not state.policy.charges_outputs
+    is_fixed = config.discipline == "unified" and state.policy.is_fixed
     return is_fixed and gate in (Gate.BLOCKS, Gate.WATERMARK)

@@ -182,7 +182,7 @@ class InBulk:
         """
         stretch = self._scheduler.stretch()
         until = min(until, stretch.until, next_arrival_s)
-        last_end = next_arrival_s if self._scheduler.policy.charges_outputs else math.inf
+        last_end = next_arrival_s if not self._scheduler.policy.is_fixed else math.inf
         if not stretch.num_steps or now >= until:
             return now
         num_decodes = len(stretch.requests)

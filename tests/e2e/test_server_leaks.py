@@ -84,7 +84,7 @@ async def test_a_failure_in_any_call_shows_neither_token_nor_prompt(form: str, t
                     kind = "stream" if method.client_streaming else "unary"
                     kind += "_stream" if method.server_streaming else "_unary"
                     call = getattr(channel, kind)(f"/{service.full_name}/{method.name}")
-                    # What is sent to a call that ends meanwhile may fail by itself; frames have their own test.
+                    # What is sent to a call that has ended may fail by itself; frames have their own test.
                     running = call(None if method.client_streaming else request, metadata=METADATA)
                     with pytest.raises(grpc.aio.AioRpcError) as caught:
                         await (running.read() if method.server_streaming else running)

@@ -20,6 +20,7 @@ from engine.errors import PoolExceeded
 from engine.request import RequestId
 from engine.scheduler.commands import Finish, Park, Preempt, SetLevel, Unpark
 from tests.support.decisions import MemoryLog
+from tests.support.draws import DISCIPLINE_DRAWS, POLICY_DRAWS
 from tests.support.drive import Driver
 
 LEVELS = st.sampled_from([-10, -1, 0, 0, 1, 10, 10])
@@ -33,8 +34,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         num_blocks=st.integers(2, 14),
-        policy=st.sampled_from(["priority", "priority", "fair", "fcfs"]),
-        discipline=st.sampled_from(["unified", "unified", "unified", "prefill_first", "static"]),
+        policy=st.sampled_from(POLICY_DRAWS),
+        discipline=st.sampled_from(DISCIPLINE_DRAWS),
         seats=st.integers(1, 5),
         spare=st.integers(0, 12),
         chunk=st.integers(1, 9),

@@ -4,7 +4,7 @@ Shares no code with the scheduler. Numbers are those of the rules in docs/SCHEDU
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,21 @@ if TYPE_CHECKING:
     from tests.support.drive import Driver
 
 
+#: What each policy orders by inside a level, before arrival; the policies that know no levels.
+ORDERS: dict[str, Callable[[Request], tuple[int, ...]]] = {
+    "priority": lambda request: (),
+    "fair": lambda request: (),  # tenants may change places: see _turn
+    "fcfs": lambda request: (),
+}
+WITHOUT_LEVELS = {"fcfs"}
+
+
 def urgency(driver: "Driver", request: Request) -> int:
-    return 0 if driver.config.policy == "fcfs" else request.level
+    return 0 if driver.config.policy in WITHOUT_LEVELS else request.level
 
 
-def key(driver: "Driver", request: Request) -> tuple[int, int]:
-    return urgency(driver, request), request.arrival_seq
+def key(driver: "Driver", request: Request) -> tuple[int, ...]:
+    return (urgency(driver, request), *ORDERS[driver.config.policy](request), request.arrival_seq)
 
 
 def _turn(driver: "Driver", request: Request) -> tuple[int, ...]:
@@ -152,7 +161,7 @@ def _watermark(driver: "Driver", waiting: Request, staying: list[Request]) -> in
     if not staying:
         return 0
     rules = driver.config.class_config(waiting.level)
-    share = (rules if driver.config.policy != "fcfs" else driver.config.standard).watermark
+    share = (rules if driver.config.policy not in WITHOUT_LEVELS else driver.config.standard).watermark
     if waiting.has_started:
         share = max(share, driver.config.standard.watermark)
     return math.ceil(share * driver.blocks.num_blocks)

@@ -16,6 +16,7 @@ from engine.runner.simulated import SimulatedRunner
 from engine.scheduler.config import ClassConfig, SchedulerConfig
 from engine.sim.profiles import HardwareProfile
 from engine.sim.recorder import Recording
+from tests.support.draws import DISCIPLINE_DRAWS, POLICY_DRAWS
 from tests.support.walk import LEVELS, Episode
 from workloads.arrivals import Arrival, Workload, in_order
 
@@ -233,8 +234,8 @@ def drawn_command(seed: int, number: int) -> list[str]:
     ]
     arguments += ["--profile", pick(["rtx4090", "rtxpro6000", "a100", "h100"])]
     arguments += ["--num-blocks", pick(["150", "300", "300", "2000"])]
-    arguments += ["--policy", pick(["priority", "priority", "fair", "fcfs"])]
-    arguments += ["--discipline", pick(["unified", "unified", "prefill_first", "static"])]
+    arguments += ["--policy", pick(POLICY_DRAWS)]
+    arguments += ["--discipline", pick(DISCIPLINE_DRAWS)]
     arguments += pick([[], ["--tenants", "3"]]) + pick(
         [[], ["--classes", "interactive=0.3,standard=0.3,batch=0.4"]]
     )

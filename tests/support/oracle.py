@@ -192,7 +192,7 @@ def check_watermark(driver: "Driver", before: Standing, after: Standing) -> None
         return
     config, shares = driver.config, []
     for request in admitted:
-        rules = _rules(config, 0 if config.policy == "fcfs" else request.level)
+        rules = _rules(config, 0 if config.policy in admissible.WITHOUT_LEVELS else request.level)
         resumes = driver.seen_alive[request.request_id].started
         shares.append(max(rules.watermark, config.standard.watermark if resumes else 0.0))
     assert driver.blocks.num_free_blocks >= math.ceil(min(shares) * driver.blocks.num_blocks)
@@ -291,7 +291,8 @@ def check_share(
 
 def max_wait_s(driver: "Driver", request: Request) -> float:
     """How long it may go without a token."""
-    return _rules(driver.config, 0 if driver.config.policy == "fcfs" else request.level).max_wait_s
+    level = 0 if driver.config.policy in admissible.WITHOUT_LEVELS else request.level
+    return _rules(driver.config, level).max_wait_s
 
 
 @lru_cache(maxsize=1024)

@@ -18,6 +18,7 @@ from engine.errors import (
 from engine.events import Failed, LevelChanged, SchedulerEvent
 from engine.request import RequestId, RequestSpec
 from engine.scheduler.config import SchedulerConfig
+from tests.support import admissible
 
 if TYPE_CHECKING:
     from tests.support.drive import Driver
@@ -121,7 +122,7 @@ def _units(
     driver: "Driver", waiting: Sequence[Queued], member: Queued, moving: frozenset[str]
 ) -> list[frozenset[str]]:
     """Who may end for it, with its siblings, in the order in which they would."""
-    if driver.config.policy == "fcfs":
+    if driver.config.policy in admissible.WITHOUT_LEVELS:
         return []
     units: list[frozenset[str]] = []
     for other in sorted(waiting, key=lambda other: (-other.level, -other.arrival)):

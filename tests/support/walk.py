@@ -20,6 +20,7 @@ from engine.request import FinishReason, RequestId
 from engine.scheduler.commands import Command, Fail, Finish, Park, Preempt, SetLevel, Unpark
 from engine.scheduler.config import TenantConfig
 from tests.support.decisions import MemoryLog
+from tests.support.draws import DISCIPLINE_DRAWS, POLICY_DRAWS
 from tests.support.drive import Driver
 from tests.support.queue_oracle import is_for_other_reasons
 
@@ -145,8 +146,8 @@ class Episode:
             "num_blocks": max(2, pool_tokens // block_size),
             "block_size": block_size,
             "depth": self.depth,
-            "policy": pick(["priority", "priority", "priority", "fair", "fcfs"]),
-            "discipline": pick([*["unified"] * 5, *["prefill_first"] * 3, "static"]),
+            "policy": pick(POLICY_DRAWS),
+            "discipline": pick(DISCIPLINE_DRAWS),
             "max_running_requests": seats,
             "max_step_tokens": seats + pick([0, 1, 3, 6, 12]),
             "max_chunk_tokens": rng.randint(1, 9),
