@@ -1,5 +1,6 @@
 """What holds for every implementation, and how one that cannot be had answers."""
 
+import importlib
 import inspect
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from kernels import ops, reference, registry, sampling
+from kernels.cpu_build import CpuKernelsUnavailable
 from kernels.gpu import available
 from kernels.interface import Implementation, LogitAdjustments, UnsupportedWeightType
 
@@ -22,26 +24,28 @@ def _public(thing):
     }
 
 
-def _modules():
-    names = ["kernels.reference"]
-    if find_spec("triton") is not None:
-        names.append("kernels.gpu.implementation")
-    if "kernels.cpu" in sys.modules:  # built on import, which may not be possible here
-        names.append("kernels.cpu")
-    return names
+@pytest.fixture(params=registry.names())
+def implementation(request):
+    """A module with an implementation, imported here whatever other tests have imported."""
+    name = registry._MODULES[request.param]
+    if request.param == "triton" and find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    try:
+        return importlib.import_module(name)
+    except CpuKernelsUnavailable as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.parametrize("module", _modules())
-def test_an_implementation_has_every_operation_with_its_parameters(module):
-    __import__(module)
-    found = sys.modules[module]
+def test_an_implementation_has_every_operation_with_its_parameters(implementation):
+    where = implementation.__name__
     for name, wanted in _public(Implementation).items():
+        assert hasattr(implementation, name), f"{where} has no {name}, which kernels/interface.py asks for"
         parameters = list(inspect.signature(wanted).parameters)[1:]
-        offered = inspect.signature(getattr(found, name)).parameters
-        assert list(offered)[: len(parameters)] == parameters, name
+        offered = inspect.signature(getattr(implementation, name)).parameters
+        assert list(offered)[: len(parameters)] == parameters, f"parameters of {name} in {where}"
         more = list(offered.values())[len(parameters) :]
-        assert all(parameter.default is not parameter.empty for parameter in more), name
-        assert name in found.__all__
+        assert all(parameter.default is not parameter.empty for parameter in more), f"{name} in {where}"
+        assert name in implementation.__all__, f"__all__ of {where} lacks {name}"
 
 
 def test_every_operation_is_public():
