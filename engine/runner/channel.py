@@ -90,6 +90,24 @@ class BlockingChannel:
             self._received.extend(self._reader.feed(data))
         return self._received.popleft()
 
+    def receive_alone(self) -> Message | None:
+        """The first message, and no byte of what follows it: that is read otherwise, with descriptors.
+
+        Returns:
+            None when the other end is gone.
+        """
+        data = b""
+        size = _LENGTH.size
+        while len(data) < size:
+            piece = self._connection.recv(size - len(data))
+            if not piece:
+                return None
+            data += piece
+            if len(data) == _LENGTH.size:
+                size += _LENGTH.unpack(data)[0]
+        (message,) = self._reader.feed(data)
+        return message
+
     def has_message(self) -> bool:
         """Whether ``receive`` has something to read, be it the end. For the thread that reads."""
         return bool(self._received) or bool(self._readable.poll(0))

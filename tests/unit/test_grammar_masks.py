@@ -12,6 +12,7 @@ import time
 import pytest
 import structlog
 
+from engine.errors import InternalError
 from engine.events import Finished
 from engine.grammar import GrammarKind, GrammarRefused, GrammarSpec
 from engine.loop import Engine
@@ -260,3 +261,103 @@ def test_the_process_that_forks_survives_a_want_of_descriptors(forked):
     assert put_off.error is None
     assert put_off.answer.text
     assert forked.host.pid == pid
+
+
+def test_what_is_asked_when_the_library_died_with_all_grammars_is_compiled_anew(forked):
+    """Its orders are there before it has read what it loads; they were lost."""
+    wait(follow(forked, "one", ANSWERS, b"y"))
+    host = forked.host
+    for again in range(3):
+        dead = host.pid
+        for grammar in host.pids():
+            os.kill(grammar, signal.SIGSTOP)  # so that it does not answer before it dies, too
+        os.kill(dead, signal.SIGKILL)
+        output = follow(forked, "one", ANSWERS, [b"ye", b"yes", b"y"][again])
+        other = forked.prepare(choice("another", str(again)))
+        wait(output)
+        other.result(20)
+        assert host.pid != dead
+
+
+@pytest.mark.slow
+def test_it_is_started_again_when_it_dies_while_it_loads_and_refused_when_it_always_does(forked):
+    wait(follow(forked, "one", ANSWERS, b"y"))
+    host, killed = forked.host, []
+
+    def kill():
+        if host.pid not in killed:
+            killed.append(host.pid)
+            os.kill(host.pid, signal.SIGKILL)
+
+    kill()
+    waiting = forked.prepare(choice("who", "waits"))
+    deadline = time.monotonic() + 20
+    while len(killed) < 3 and time.monotonic() < deadline:  # twice before it can have loaded
+        kill()
+        time.sleep(0.001)
+    waiting.result(20)
+    wait(follow(forked, "one", ANSWERS, b"yes"))
+    waiting = forked.prepare(choice("one", "more"))
+    while not waiting.done() and time.monotonic() < deadline:
+        kill()
+        time.sleep(0.001)
+    if waiting.exception(20) is None:  # it was compiled before the first of them
+        waiting = forked.prepare(choice("and", "again"))
+        while not waiting.done() and time.monotonic() < deadline:
+            kill()
+            time.sleep(0.001)
+    assert isinstance(waiting.exception(20), InternalError)
+
+
+def test_a_grammar_that_comes_while_nothing_takes_orders_is_compiled_later(forked, monkeypatch):
+    wait(follow(forked, "one", ANSWERS, b"y"))
+    host, put_off = forked.host, []
+    spawn = host._spawn
+
+    def slow_spawn():
+        put_off.append(forked.prepare(choice("come", "meanwhile")))
+        spawn()
+
+    monkeypatch.setattr(host, "_spawn", slow_spawn)
+    os.kill(host.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while not put_off and time.monotonic() < deadline:
+        time.sleep(0.002)
+    put_off[0].result(20)
+
+
+class NotedHost:
+    """Does nothing; notes what it is asked."""
+
+    def __init__(self):
+        self.noted = []
+
+    def __getattr__(self, name):
+        return lambda *args: self.noted.append((name, args[0] if args else None))
+
+
+def test_what_is_compiled_while_it_is_about_to_be_paused_goes_on():
+    host, now = NotedHost(), [0.0]
+    masks = Masks(host, clock=lambda: now[0])
+    masks.start()
+    masks.loaded(None)
+    dear = [masks.prepare(choice("dear", str(number))) for number in range(3)]
+    now[0] = 9.0
+    masks.tick()  # all are paused, and the first goes on in the slow lane
+    assert ("demote", 2) in host.noted
+    assert ("go_on", 2) not in host.noted
+    masks.compiled(2, None)  # it was said before the pause was obeyed
+    assert dear[1].done()
+    assert host.noted.count(("go_on", 2)) == 1
+
+
+def test_what_is_loaded_again_costs_no_grammar_its_time():
+    host, now = NotedHost(), [0.0]
+    masks = Masks(host, clock=lambda: now[0])
+    masks.start()
+    masks.loaded(None)
+    masks.prepare(choice("quick"))
+    now[0] = 9.0
+    masks.loaded(None)
+    masks.tick()
+    assert ("demote", 1) not in host.noted

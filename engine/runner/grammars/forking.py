@@ -31,6 +31,8 @@ from engine.runner.grammars.limits import GrammarLimits
 TICK_S = 0.02
 #: Seconds of a processor between two looks at a place from which on it counts as busy.
 BUSY_S = 0.008
+#: Times in a row that the process with the library may die while it loads.
+MAX_FAILED_LOADS = 3
 #: Seconds after which a process that there was no room for is tried again.
 RETRY_S = 0.25
 
@@ -72,7 +74,8 @@ class ForkingHost:
         self._places: dict[int, _Place] = {}
         self._nursery: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
-        self._is_loaded = False
+        self._is_loaded = self._is_unloadable = False
+        self._num_failed_loads = 0
         self._is_closed = False
         self._thread: threading.Thread | None = None
         self._gone: list[_Place] = []
@@ -114,6 +117,10 @@ class ForkingHost:
         with theirs, self._lock:
             if self._is_closed:  # nobody would ever close it
                 mine.close()
+                return
+            if self._orders is None:  # for the process that takes the place of the one that died
+                mine.close()
+                self._unforked[number] = spec
                 return
             self._places[number] = _Place(number, mine, spec)
             self._order(nursery.FORK, number, theirs.fileno())
@@ -236,7 +243,7 @@ class ForkingHost:
                     self._hear_nursery()
                 else:
                     self._hear(key.data, events)
-            if is_busy and time.monotonic() >= next_tick:
+            if is_busy and self._is_loaded and time.monotonic() >= next_tick:
                 next_tick = time.monotonic() + TICK_S
                 self._told.tick()
 
@@ -318,7 +325,8 @@ class ForkingHost:
     def _obey_nursery(self, message: Message) -> None:
         match message:
             case (nursery.LOADED, packed):
-                self._is_loaded = packed is None
+                self._is_loaded, self._is_unloadable = packed is None, packed is not None
+                self._num_failed_loads = 0
                 self._told.loaded(None if packed is None else unpack_error(packed))
             case (nursery.FORKED, number, pid):
                 with self._lock:
@@ -332,7 +340,7 @@ class ForkingHost:
                 getattr(log, level)(values.pop("event", ""), **values)
 
     def _nursery_died(self) -> None:
-        """With it all grammars' processes are gone; another one takes its place."""
+        """With it all grammars' processes are gone; another one takes its place, unless that is in vain."""
         with self._lock:
             assert self._orders is not None
             assert self._nursery is not None
@@ -341,13 +349,22 @@ class ForkingHost:
             self._nursery.kill()
             code = self._nursery.wait()
             self._orders = None
-            numbers, was_loaded = list(self._places), self._is_loaded
+            was_loaded = self._is_loaded
+            for place in [place for place in self._places.values() if not place.pid]:  # they never began
+                self._gone.append(self._places.pop(place.number))
+                self._unforked[place.number] = place.spec
+            numbers = list(self._places)
         if self._is_closed:
             return
         death = process_life.death_by(code)
         log.error("grammars.died", cause=death.cause)
         if not was_loaded:
-            return  # it has told why, or never will do better
+            self._num_failed_loads += 1
+            if self._num_failed_loads == MAX_FAILED_LOADS:
+                self._is_unloadable = True
+                self._told.loaded(InternalError("grammars"))
+        if self._is_unloadable:
+            return  # all have been told
         self._spawn()
         for number in numbers:
             self._exited(number, -9)

@@ -361,6 +361,8 @@ class Masks:
         with self._lock:
             self._is_loaded, self._load_error = error is None, error
             if error is None:
+                for number in (*self._queue.quick, *self._queue.slow):  # what loads again is not theirs
+                    self._places[number].began = self._clock()
                 self._pump()
                 return
             for grammar in list(self._grammars.values()):
@@ -372,12 +374,15 @@ class Masks:
             grammar = self._places.get(number)
             if grammar is None:
                 return
+            may_be_paused = number not in self._queue.quick
             self._queue.remove(number)
             if error is not None:
                 del self._places[number]
                 grammar.number = 0
                 self._refuse(grammar, error)
             else:
+                if may_be_paused:  # while it said this
+                    self._host.go_on(number)
                 grammar.is_compiled, grammar.gives_way = True, False
                 waiters, grammar.waiters = grammar.waiters, []
                 for output in grammar.outputs.values():

@@ -48,7 +48,7 @@ def main() -> None:
     """Serve the process that started this one."""
     channel = process_life.begin()
     with contextlib.suppress(OSError):  # nobody is left to listen
-        message = channel.receive()
+        message = channel.receive_alone()  # orders may have come already
         if message is not None:
             _, make_compiler, vocab_size, limits = message
             try:
