@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from engine.request import Request, RequestId
+from engine.request import Request, RequestId, RequestSpec
 from engine.scheduler.config import SchedulerConfig
 from engine.scheduler.plan import Plan
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 #: What each policy orders by inside a level, before arrival; the policies that know no levels.
-ORDERS: dict[str, Callable[[Request], tuple[int, ...]]] = {
-    "priority": lambda request: (),
-    "fair": lambda request: (),  # tenants may change places: see _turn
-    "fcfs": lambda request: (),
+ORDERS: dict[str, Callable[[RequestSpec], tuple[int, ...]]] = {
+    "priority": lambda spec: (),
+    "fair": lambda spec: (),  # tenants may change places: see _turn
+    "fcfs": lambda spec: (),
 }
 WITHOUT_LEVELS = {"fcfs"}
 
@@ -30,7 +30,7 @@ def urgency(driver: "Driver", request: Request) -> int:
 
 
 def key(driver: "Driver", request: Request) -> tuple[int, ...]:
-    return (urgency(driver, request), *ORDERS[driver.config.policy](request), request.arrival_seq)
+    return (urgency(driver, request), *ORDERS[driver.config.policy](request.spec), request.arrival_seq)
 
 
 def _turn(driver: "Driver", request: Request) -> tuple[int, ...]:

@@ -146,7 +146,8 @@ class Driver:
             for name in names
         ]
         newcomers = [
-            queue_oracle.newcomer(spec, level, len(self.seen) + index) for index, spec in enumerate(specs)
+            queue_oracle.newcomer(self, spec, level, len(self.seen) + index)
+            for index, spec in enumerate(specs)
         ]
         outcome, displaced = queue_oracle.expected(self, newcomers), []
         try:

@@ -34,7 +34,7 @@ class Queued(NamedTuple):
     tenant: str
     size: int
     family: str
-    arrival: int
+    place: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,15 @@ def level_of(driver: "Driver", request_id: RequestId) -> int:
 def queued(driver: "Driver") -> list[Queued]:
     """All that count."""
     return [
-        newcomer(seen.spec, level_of(driver, request_id), number)
+        newcomer(driver, seen.spec, level_of(driver, request_id), number)
         for number, (request_id, seen) in enumerate(driver.seen.items())
         if seen.terminal is None and not seen.started
     ]
 
 
-def newcomer(spec: RequestSpec, level: int, arrival: int) -> Queued:
-    return Queued(spec.request_id, level, spec.tenant, len(spec.prompt_token_ids), spec.family, arrival)
+def newcomer(driver: "Driver", spec: RequestSpec, level: int, arrival: int) -> Queued:
+    place = (level, *admissible.ORDERS[driver.config.policy](spec), arrival)
+    return Queued(spec.request_id, level, spec.tenant, len(spec.prompt_token_ids), spec.family, place)
 
 
 def broken(config: SchedulerConfig, waiting: Sequence[Queued]) -> list[tuple[str, str, int]]:
@@ -125,7 +126,7 @@ def _units(
     if driver.config.policy in admissible.WITHOUT_LEVELS:
         return []
     units: list[frozenset[str]] = []
-    for other in sorted(waiting, key=lambda other: (-other.level, -other.arrival)):
+    for other in sorted(waiting, key=lambda other: other.place, reverse=True):
         siblings = [
             r.request_id
             for r in driver.alive()

@@ -21,7 +21,7 @@ class ShortestFirst(Policy):
 @pytest.fixture
 def shortest(monkeypatch):
     monkeypatch.setitem(policies.POLICIES, "shortest", ShortestFirst)
-    monkeypatch.setitem(admissible.ORDERS, "shortest", lambda request: (request.num_prompt_tokens,))
+    monkeypatch.setitem(admissible.ORDERS, "shortest", lambda spec: (len(spec.prompt_token_ids),))
 
 
 def request(name, arrival_seq, num_tokens=4, level=0):

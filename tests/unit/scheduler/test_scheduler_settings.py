@@ -3,6 +3,7 @@
 import pytest
 
 from engine.scheduler.config import InvalidSetting, SchedulerConfig
+from engine.scheduler.policies import POLICIES
 from tests.support.drive import Driver
 
 
@@ -28,5 +29,6 @@ def test_bad_settings_name_field_and_value(field, value):
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(InvalidSetting, match="policy must be one of fair, fcfs, priority, got 'lottery'"):
+    known = ", ".join(sorted(POLICIES))
+    with pytest.raises(InvalidSetting, match=f"policy must be one of {known}, got 'lottery'"):
         Driver(policy="lottery")
