@@ -168,8 +168,8 @@ def check_victims(driver: "Driver", plan: Plan, before: Standing, after: Standin
     for event in victims:
         victim = driver.scheduler.find(event.request_id)
         assert victim is not None
-        num_to_come = driver.num_outputs_to_come(event.request_id)  # it has blocks for them already
-        num_held = driver.blocks.blocks_for(victim.num_tokens + num_to_come)
+        # It may have had a block for a token that was in flight.
+        num_held = max(driver.blocks.blocks_for(victim.num_tokens), event.num_blocks)
         in_vain = num_spare >= num_held and len(after.seated) < driver.config.max_running_requests
         assert not in_vain, f"{victim.request_id} gave way in vain"
         if driver.blocks.enable_prefix_cache:
