@@ -145,10 +145,8 @@ class Driver:
             )
             for name in names
         ]
-        newcomers = [
-            queue_oracle.newcomer(self, spec, level, len(self.seen) + index)
-            for index, spec in enumerate(specs)
-        ]
+        numbered = enumerate(specs, len(self.seen))
+        newcomers = [queue_oracle.newcomer(self, spec, level, number) for number, spec in numbered]
         outcome, displaced = queue_oracle.expected(self, newcomers), []
         try:
             if len(specs) > 1:

@@ -46,7 +46,7 @@ LONG_FUNCTIONS = {
 }
 LONG_FILES = {
     "engine/scheduler/scheduler.py": 517,
-    "tests/support/drive.py": 560,
+    "tests/support/drive.py": 559,
     "tests/unit/test_client_session.py": 607,
     "tests/unit/test_process_runner.py": 524,
     "tests/unit/test_scheduler_prefill_first.py": 536,
