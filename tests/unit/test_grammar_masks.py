@@ -3,6 +3,7 @@
 import asyncio
 import errno
 import os
+import queue
 import resource
 import signal
 import socket
@@ -280,50 +281,42 @@ def test_what_is_asked_when_the_library_died_with_all_grammars_is_compiled_anew(
 
 
 @pytest.mark.slow
-def test_it_is_started_again_when_it_dies_while_it_loads_and_refused_when_it_always_does(forked):
+def test_one_that_dies_while_it_loads_is_started_again_and_given_up_if_it_always_does(forked, monkeypatch):
     wait(follow(forked, "one", ANSWERS, b"y"))
-    host, killed = forked.host, []
+    host, num_to_kill = forked.host, 2
+    spawn = host._spawn
 
-    def kill():
-        if host.pid not in killed:
-            killed.append(host.pid)
+    def spawn_and_kill():
+        nonlocal num_to_kill
+        spawn()
+        if num_to_kill:
+            num_to_kill -= 1
             os.kill(host.pid, signal.SIGKILL)
 
-    kill()
-    waiting = forked.prepare(choice("who", "waits"))
-    deadline = time.monotonic() + 20
-    while len(killed) < 3 and time.monotonic() < deadline:  # twice before it can have loaded
-        kill()
-        time.sleep(0.001)
-    waiting.result(20)
+    monkeypatch.setattr(host, "_spawn", spawn_and_kill)
+    os.kill(host.pid, signal.SIGKILL)
+    forked.prepare(choice("who", "waits")).result(20)
     wait(follow(forked, "one", ANSWERS, b"yes"))
-    waiting = forked.prepare(choice("one", "more"))
-    while not waiting.done() and time.monotonic() < deadline:
-        kill()
-        time.sleep(0.001)
-    if waiting.exception(20) is None:  # it was compiled before the first of them
-        waiting = forked.prepare(choice("and", "again"))
-        while not waiting.done() and time.monotonic() < deadline:
-            kill()
-            time.sleep(0.001)
-    assert isinstance(waiting.exception(20), InternalError)
+    num_to_kill = 99
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(InternalError):
+        forked.prepare(choice("one", "more")).result(20)
+    assert num_to_kill == 96
+    assert not host.pids()
 
 
 def test_a_grammar_that_comes_while_nothing_takes_orders_is_compiled_later(forked, monkeypatch):
     wait(follow(forked, "one", ANSWERS, b"y"))
-    host, put_off = forked.host, []
+    host, meanwhile = forked.host, queue.SimpleQueue()
     spawn = host._spawn
 
     def slow_spawn():
-        put_off.append(forked.prepare(choice("come", "meanwhile")))
+        meanwhile.put(forked.prepare(choice("come", "meanwhile")))
         spawn()
 
     monkeypatch.setattr(host, "_spawn", slow_spawn)
     os.kill(host.pid, signal.SIGKILL)
-    deadline = time.monotonic() + 20
-    while not put_off and time.monotonic() < deadline:
-        time.sleep(0.002)
-    put_off[0].result(20)
+    meanwhile.get(timeout=20).result(20)
 
 
 class NotedHost:

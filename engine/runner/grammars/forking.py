@@ -363,8 +363,12 @@ class ForkingHost:
             if self._num_failed_loads == MAX_FAILED_LOADS:
                 self._is_unloadable = True
                 self._told.loaded(InternalError("grammars"))
-        if self._is_unloadable:
-            return  # all have been told
+        if self._is_unloadable:  # all have been told
+            with self._lock:
+                self._gone += self._places.values()
+                self._places.clear()
+                self._unforked.clear()
+            return
         self._spawn()
         for number in numbers:
             self._exited(number, -9)
