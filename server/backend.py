@@ -277,8 +277,16 @@ class Backend:
         ids = await self.work_on(pieces_of(draft.bad_words), turn)
         return dataclasses.replace(draft, sampling=banned_by_words(draft.sampling, draft.bad_words, ids))
 
-    async def ready(self, draft: Draft, level: int, turn: Turn) -> tuple[Draft, Sequence[int]] | None:
+    async def ready(
+        self, draft: Draft, level: int, turn: Turn, before: asyncio.Event | None = None
+    ) -> tuple[Draft, Sequence[int]] | None:
         """The draft with its grammar compiled, its bad words as ids, and its prompt's token ids.
+
+        Args:
+            draft: what is asked for.
+            level: at which its grammar is compiled.
+            turn: at work on its text.
+            before: what must be submitted first, and has been once this is set; None = nothing.
 
         Returns:
             None when the draft's own time ran out first.
@@ -294,7 +302,10 @@ class Backend:
             async with asyncio.timeout(left_s) as time_limit:
                 await self.prepare(draft, level)
                 draft = await self.with_bad_words(draft, turn)
-                return draft, await self.token_ids_of(draft, turn)
+                token_ids = await self.token_ids_of(draft, turn)
+                if before is not None:
+                    await before.wait()
+                return draft, token_ids
         except TimeoutError:
             if not time_limit.expired():
                 raise

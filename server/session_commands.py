@@ -247,20 +247,34 @@ class SessionCommands:
     ) -> None:
         """Tokenise and submit; within a level in the order of the frames, but for those with grammars.
 
+        Args:
+            request: which.
+            draft: what it asks for.
+            before: set once all that came before it at its level are submitted, or never will be.
+            mine: likewise for those that come after it.
+
         Cancellation: the request never was.
         """
+        try:
+            await self._prepare_and_submit(request, draft, before)
+            if before is not None:
+                await before.wait()
+        finally:
+            mine.set()
+
+    async def _prepare_and_submit(
+        self, request: LiveRequest, draft: Draft, before: asyncio.Event | None
+    ) -> None:
         try:
             turn = request.turn = self._backend.turn(
                 lambda: request.level if request.turn_level is None else request.turn_level
             )
-            ready = await self._backend.ready(draft, request.level, turn)
-            if before is not None:
-                await before.wait()
-            if ready is None:
+            ready = await self._backend.ready(draft, request.level, turn, before)
+            if self._registry.find(self._tenant, request.client_id) is not request:
+                pass  # it was started anew elsewhere
+            elif ready is None:
                 request.ended_before(FinishReason.TIME_LIMIT)
-            elif (
-                self._registry.find(self._tenant, request.client_id) is request
-            ):  # not started anew elsewhere
+            else:
                 draft, token_ids = ready
                 ticket = self._backend.submit(
                     draft,
@@ -275,8 +289,6 @@ class SessionCommands:
             request.ended_before(FinishReason.CANCELLED)
         except Exception as error:
             request.refused(public(error))
-        finally:
-            mine.set()
         self._preparing.discard(request)
 
     # Steering.
