@@ -280,13 +280,7 @@ class Backend:
     async def ready(
         self, draft: Draft, level: int, turn: Turn, before: asyncio.Event | None = None
     ) -> tuple[Draft, Sequence[int]] | None:
-        """The draft with its grammar compiled, its bad words as ids, and its prompt's token ids.
-
-        Args:
-            draft: what is asked for.
-            level: at which its grammar is compiled.
-            turn: at work on its text.
-            before: what must be submitted first, and has been once this is set; None = nothing.
+        """The draft, its grammar compiled and its bad words as ids, with its prompt's ids; after ``before``.
 
         Returns:
             None when the draft's own time ran out first.
